@@ -1,0 +1,95 @@
+"""Where a run's roles run: site facts of one cluster. What is trained is miles_core/recipe.py; never mixed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from miles_core.recipe import Closed, Timing, explain, find_config, read_yaml
+
+Role = Literal["orchestrator", "rollout", "grader", "learner", "evaluator"]
+
+
+class Resources(Closed):
+    """What one job of a role asks for."""
+
+    partition: str | None = None
+    """Slurm partition; null = the cluster's default."""
+    nodes: int = Field(default=1, ge=1)
+    """Nodes per job."""
+    cpus: int = Field(default=1, ge=1)
+    """CPUs per task; also the threads of torch in that role."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs per node."""
+    mem_mb: int | None = Field(default=None, ge=1)
+    """Memory per node in MiB; null = the partition's default."""
+    time_min: int = Field(default=480, ge=1)
+    """Walltime of one job in minutes."""
+
+
+class SlurmSite(Closed):
+    """Site facts of a Slurm cluster."""
+
+    account: str | None = None
+    """--account."""
+    qos: str | None = None
+    """--qos."""
+    reservation: str | None = None
+    """--reservation."""
+    constraint: str | None = None
+    """--constraint."""
+    exclude: tuple[str, ...] = ()
+    """Nodes never to use."""
+    setup: tuple[str, ...] = ()
+    """Shell lines before the role starts (modules, environments)."""
+    extra: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Any further sbatch flag by its long name, for example {licenses: 'matlab:1'}; true = a flag without value."""
+    signal_lead_s: int = Field(default=60, ge=1)
+    """USR2 is sent this long before the walltime ends."""
+    devslurm: str | None = None
+    """Folder of a throw-away cluster (`miles devslurm up`); null on a real site, which is found through SLURM_CONF or PATH."""
+
+
+class ClusterProfile(Closed):
+    """Where the roles run and how its filesystem behaves."""
+
+    name: str
+    """Profile name."""
+    kind: Literal["local", "slurm"]
+    """`local`: processes of this machine. `slurm`: batch jobs."""
+    runs_root: str = "runs"
+    """Folder that holds run directories, on the filesystem that all nodes share. A relative one is below the working folder."""
+    timing: Timing = Timing()
+    """Filesystem and lease times."""
+    scheduler_poll_s: float = Field(default=1.0, gt=0)
+    """Pause between two scheduler queries; 30 and more on a real cluster."""
+    drain_s: float = Field(default=60.0, gt=0)
+    """After the end of a run roles have this long to leave by themselves; then they are cancelled."""
+    role_failures: int = Field(default=3, ge=0)
+    """Failures of one role without progress between them before the run stops with NodesLost."""
+    exclude_s: float = Field(default=1800.0, gt=0)
+    """A node on which a role was lost is avoided for this long."""
+    exclude_max: int = Field(default=2, ge=0)
+    """Never avoid more nodes than this at once."""
+    resources: dict[Role, Resources] = Field(default_factory=dict)
+    """Resources by role; a missing role takes the defaults."""
+    pools: dict[str, Resources] = Field(default_factory=dict)
+    """Resources of single rollout pools, by pool name; others take resources.rollout."""
+    slurm: SlurmSite = SlurmSite()
+    """Slurm facts; unused when kind is local."""
+
+    def resources_for(self, role: Role, pool: str | None = None) -> Resources:
+        """Resources of one job of `role` (for rollout: of `pool`)."""
+        if role == "rollout" and pool is not None and pool in self.pools:
+            return self.pools[pool]
+        return self.resources.get(role, Resources())
+
+
+def load_cluster(name: str) -> ClusterProfile:
+    """Reads a cluster profile by name (configs/clusters) or file. Raises RecipeError."""
+    path = find_config(name, "clusters")
+    try:
+        return ClusterProfile.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise explain(error, f"cluster profile {path}") from error

@@ -1,0 +1,61 @@
+"""StepLog: the accepted steps and published versions of the learner, as every other role sees them (I7).
+
+Step = batch = version. A version (k, attempt) exists if an accepted step record of that attempt does; of several attempts
+that recorded step k the highest counts. Imports no torch: the orchestrator uses it.
+"""
+
+from __future__ import annotations
+
+from miles_core.records import CheckpointSaved, Published, StepDone, Version
+from miles_core.store.follow import Delivered, Follower
+
+
+class StepLog:
+    """Folds the learner's journal, through a Follower, into its lineage."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self.steps: dict[int, StepDone] = {}
+        """Accepted step record of the highest attempt, by step."""
+        self.attempts: dict[int, int] = {}
+        """Learner attempt of that record, by step."""
+        self.published: dict[Version, Published] = {}
+        self.checkpoints: dict[Version, CheckpointSaved] = {}
+        self._known: set[Version] = set()
+
+    def poll(self) -> list[Delivered]:
+        """Reads and folds what is new; returns it, too. OSError: poll again."""
+        delivered = self._follower.poll()
+        for item in delivered:
+            self.fold(item)
+        return delivered
+
+    def fold(self, item: Delivered) -> None:
+        """Takes one accepted record."""
+        record = item.record
+        if isinstance(record, StepDone):
+            self._known.add(Version(record.step, item.attempt))
+            if item.attempt >= self.attempts.get(record.step, 0):
+                self.steps[record.step] = record
+                self.attempts[record.step] = item.attempt
+        elif isinstance(record, Published):
+            self.published[record.version] = record
+        elif isinstance(record, CheckpointSaved):
+            self.checkpoints[Version(record.step, item.attempt)] = record
+
+    def knows(self, version: Version) -> bool:
+        """True if an accepted step record made this version."""
+        return version in self._known
+
+    @property
+    def newest_step(self) -> int:
+        """Last accepted step; -1 before the base model was loaded."""
+        return max(self.steps, default=-1)
+
+    @property
+    def newest_published(self) -> Published | None:
+        """The published version of the highest attempt, and of that the highest step."""
+        if not self.published:
+            return None
+        newest = max(self.published, key=lambda version: (version.attempt, version.step))
+        return self.published[newest]

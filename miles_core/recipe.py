@@ -1,0 +1,319 @@
+"""What a person trains: one typed, closed, frozen description of a run. Where it runs is cluster/profile.py; never mixed.
+
+YAML is written by hand; the resolved copy in a run directory is JSON. Every cross-field rule refuses at submit and names
+the fix. A field exists only if something reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from miles_core.errors import RecipeError
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+class Closed(BaseModel):
+    """A frozen model that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelSpec(Closed):
+    """The base model: a folder or hub id, or a warm-up that makes one from scratch."""
+
+    path: str | None = None
+    """Folder in Hugging Face layout, or a hub id. Exclusive with `bootstrap`."""
+    bootstrap: str | None = None
+    """Name of a warm-up in miles_core/bootstrap.py that makes the base model; cached by content."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of rollout and of the learner's forward pass."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.bootstrap is None):
+            raise ValueError("model: give exactly one of `path` (a folder or hub id) and `bootstrap` (a warm-up's name)")
+        return self
+
+
+class EnvironmentSpec(Closed):
+    """Where tasks come from, and what an episode may do."""
+
+    family: str
+    """A reasoning-gym family by its name there, for example `chain_sum`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that family."""
+    tool: Literal["none", "calculator"] = "none"
+    """The tool offered to the model; `none` is one turn."""
+    max_turns: int = Field(default=1, ge=1)
+    """Model turns per episode."""
+    max_new_tokens: int = Field(default=24, ge=1)
+    """Sampled tokens per turn."""
+    max_tokens: int = Field(default=160, ge=8)
+    """Prompt, tool results and samples of one episode together; longer episodes end as `truncated`."""
+    tool_deadline_s: float = Field(default=5.0, gt=0)
+    """One tool call may take this long."""
+    episode_deadline_s: float = Field(default=120.0, gt=0)
+    """A whole episode may take this long; then it ends as failed (infrastructure)."""
+
+    @model_validator(mode="after")
+    def _turns_need_a_tool(self) -> Self:
+        if self.tool == "none" and self.max_turns > 1:
+            raise ValueError("environment: max_turns > 1 needs a tool; set tool: calculator or max_turns: 1")
+        return self
+
+
+class RolloutPool(Closed):
+    """Replicas of one kind. Its partition and resources come from the cluster profile, by the pool's name."""
+
+    name: str = Field(default="main", pattern=r"^[a-z][a-z0-9_]*$")
+    """Name the cluster profile may refer to."""
+    replicas: int = Field(default=1, ge=1)
+    """Jobs of this pool."""
+    slots: int = Field(default=64, ge=1)
+    """Trajectories sampled at once by one replica; a finished one frees its slot at once."""
+    engine: Literal["torch"] = "torch"
+    """Sampling engine."""
+
+
+class RolloutSpec(Closed):
+    """The rollout pools and how they sample."""
+
+    pools: tuple[RolloutPool, ...] = (RolloutPool(),)
+    """One or more pools."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of training samples; evaluation is greedy."""
+    shard_rows: int = Field(default=32, ge=1)
+    """A shard is sealed at this many rows ..."""
+    shard_age_s: float = Field(default=0.5, gt=0)
+    """... or when its oldest row is this old."""
+    sample_attempts: int = Field(default=3, ge=1)
+    """A sample whose owner died is given out again at most this often in all; then its group is dropped."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [pool.name for pool in self.pools]
+        if not names:
+            raise ValueError("rollout.pools: at least one pool is needed")
+        if len(set(names)) != len(names):
+            raise ValueError(f"rollout.pools: names must differ, got {names}")
+        return self
+
+
+class GraderSpec(Closed):
+    """Grader replicas of tier L1 (rules)."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Jobs of the tier."""
+    attempts: int = Field(default=3, ge=1)
+    """A trajectory without a grade is sent out at most this often; then its group is dropped as `ungraded`."""
+    deadline_s: float = Field(default=10.0, gt=0)
+    """One verifier call may take this long."""
+
+
+class OrchestratorSpec(Closed):
+    """Batch shape, buffer and staleness."""
+
+    prompts: int = Field(default=16, ge=1)
+    """Groups (prompts) per batch."""
+    samples: int = Field(default=8, ge=2)
+    """Samples per group; the advantage needs at least two."""
+    capacity_batches: float = Field(default=3.0, ge=1.0)
+    """Work is issued only while buffered + in-flight groups are under capacity_batches x prompts."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Bound of (k-1) - oldest version that sampled a trained token (I7). 0 = synchronous."""
+    version_wait_s: float = Field(default=30.0, gt=0)
+    """A trajectory that names a version not yet known waits this long, then it is rejected."""
+
+
+class LearnerSpec(Closed):
+    """GRPO on DeepSpeed."""
+
+    lr: float = Field(default=3e-4, ge=0)
+    """AdamW learning rate after the ramp."""
+    ramp_steps: int = Field(default=3, ge=0)
+    """Optimizer steps of linear warm-up."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW beta1."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW beta2."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Global gradient norm bound."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """PPO ratio clip, lower side: 1 - clip_low."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """PPO ratio clip, upper side (clip-higher, DAPO): 1 + clip_high."""
+    tis_cap: float | None = Field(default=2.0, gt=0)
+    """C of truncated importance sampling (sources L2); null only with `max_staleness: 0`."""
+    minibatches: int = Field(default=2, ge=1)
+    """Optimizer updates per batch; groups are split evenly."""
+    microbatch: int = Field(default=64, ge=1)
+    """Trajectories per forward pass."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Steps between checkpoints."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO stage."""
+
+
+class EvaluationSpec(Closed):
+    """Greedy evaluation of the first and the last version on held-out tasks."""
+
+    problems: int = Field(default=256, ge=1)
+    """Held-out tasks, from a seed range that training never draws."""
+
+
+class Recipe(Closed):
+    """One run, resolved."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    """The recipe's name; run ids begin with it."""
+    steps: int = Field(ge=1)
+    """Training steps K; step k trains batch k and gives version k."""
+    seed: int = 0
+    """Seed of tasks and sampling."""
+    model: ModelSpec
+    """Base model."""
+    environment: EnvironmentSpec
+    """Tasks and episodes."""
+    rollout: RolloutSpec = RolloutSpec()
+    """Pools and sampling."""
+    grader: GraderSpec = GraderSpec()
+    """Grader tier."""
+    orchestrator: OrchestratorSpec = OrchestratorSpec()
+    """Batches, buffer, staleness."""
+    learner: LearnerSpec = LearnerSpec()
+    """Objective and optimizer."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """Greedy evaluation."""
+
+    @model_validator(mode="after")
+    def _cross_rules(self) -> Self:
+        if self.learner.tis_cap is None and self.orchestrator.max_staleness > 0:
+            raise ValueError(
+                "learner.tis_cap: null needs orchestrator.max_staleness: 0; asynchronous data without correction is biased. "
+                "Set tis_cap (2.0 is usual) or max_staleness: 0"
+            )
+        if self.orchestrator.prompts < self.learner.minibatches:
+            raise ValueError(
+                f"learner.minibatches={self.learner.minibatches} is more than orchestrator.prompts="
+                f"{self.orchestrator.prompts}: every optimizer update needs at least one group"
+            )
+        most = self.orchestrator.max_staleness + 1
+        if self.orchestrator.capacity_batches > most:
+            raise ValueError(
+                f"orchestrator.capacity_batches={self.orchestrator.capacity_batches} is more than max_staleness + 1 = {most}: "
+                f"what is buffered beyond that would be stale before it is trained; lower it or raise max_staleness"
+            )
+        return self
+
+
+class Timing(Closed):
+    """How the filesystem of a cluster behaves, and how patient roles are. The part of a cluster profile that roles read."""
+
+    visibility_s: float = Field(default=1.0, ge=0)
+    """How late a name or bytes written by one node may appear on another (local 0.5, NFS 60)."""
+    lease_s: float = Field(default=10.0, gt=0)
+    """A holder unseen for this long is dead."""
+    poll_s: float = Field(default=0.05, gt=0)
+    """Pause between two polls of a journal by a role."""
+    sync_s: float = Field(default=0.05, gt=0)
+    """A journal groups records and syncs at most once in this time."""
+    orphan_s: float = Field(default=86400.0, gt=0)
+    """Roles leave when no supervisor was seen for this long."""
+    stall_s: float = Field(default=600.0, gt=0)
+    """A role without progress for this long is named by the watchdog."""
+
+    @model_validator(mode="after")
+    def _lease_covers_visibility(self) -> Self:
+        if self.lease_s < 3 * self.visibility_s:
+            raise ValueError(
+                f"timing.lease_s={self.lease_s} is under 3 x visibility_s={self.visibility_s}: a slow filesystem would "
+                f"kill healthy roles; set lease_s to at least {3 * self.visibility_s}"
+            )
+        return self
+
+
+def explain(error: ValidationError, where: str) -> RecipeError:
+    """Turns pydantic's findings into one message: key, value, fix."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "(whole file)"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{key}: no such key; see docs/recipes.md or `miles recipes` for the keys there are")
+        else:
+            shown = "" if isinstance(item.get("input"), dict) else f" (got {item.get('input')!r})"
+            lines.append(f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}")
+    return RecipeError(f"{where} is not valid:\n  " + "\n  ".join(lines))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a mapping from a YAML file. Raises RecipeError."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise RecipeError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path}: expected a mapping of keys at the top, got {type(data).__name__}")
+    return data
+
+
+def find_config(name: str, folder: str) -> Path:
+    """A YAML file by path, or by name below configs/<folder>. Raises RecipeError with the names there are."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or (path.exists() and path.is_file()):
+        return path
+    found = CONFIGS / folder / f"{name}.yaml"
+    if not found.exists():
+        there = sorted(p.stem for p in (CONFIGS / folder).glob("*.yaml"))
+        raise RecipeError(f"no {folder[:-1]} named {name!r}: give a YAML file or one of {', '.join(there)}")
+    return found
+
+
+def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Applies `a.b=value` settings (value in YAML) to a nested mapping and returns the new mapping."""
+    result = json.loads(json.dumps(data))
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise RecipeError(f"--set {text!r}: write it as key.path=value, for example learner.lr=1e-4")
+        target = result
+        *parents, last = key.split(".")
+        for part in parents:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise RecipeError(f"--set {text!r}: {part!r} is not a section")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"--set {text!r}: the value is not YAML: {error}") from error
+        target[last] = _number(parsed)
+    return result
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-4 as text; a person means the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
+    """Reads a recipe by name (configs/recipes) or file and applies overrides. Raises RecipeError."""
+    path = find_config(name, "recipes")
+    data = apply_overrides(read_yaml(path), overrides)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, f"recipe {path}") from error

@@ -1,0 +1,221 @@
+"""What every role's main shares: arguments, lease, heartbeat, signals, journal, completion record, exit codes.
+
+A role starts from `--run-dir D --replica I --attempt N` and nothing else; it reads the newest state at its start, never the
+state it was submitted with. Exit codes: 0 done, or left as twin or superseded, or drained on a signal; 1 an error of ours
+(traceback in the log); 2.. the exit code of a MilesError.
+
+A holder that cannot renew its lease stops publishing, not living (I4): `before_write` re-reads the leases after every gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from miles_core.errors import LeaseLost, MilesError
+from miles_core.paths import RunPaths
+from miles_core.records import Cuts, Done, Version
+from miles_core.run import RunConfig, read_run
+from miles_core.store.follow import Follower, Reading, cut_predecessors
+from miles_core.store.fs import FileSystem
+from miles_core.store.journal import JournalWriter
+from miles_core.store.lease import Heartbeat, LeaseFolder, LivenessJudge, write_heartbeat
+from miles_core.store.publish import publish_bytes
+from miles_core.tracking.metrics import MetricShard
+
+log = logging.getLogger("miles")
+
+
+class RoleContext:
+    """One attempt of one role, from its lease to its completion record."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        paths: RunPaths,
+        writer: str,
+        attempt: int,
+        *,
+        token: str = "",
+        job_id: str = "",
+        fs: FileSystem | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.run, self.paths, self.writer, self.attempt, self.token = run, paths, writer, attempt, token
+        self.recipe, self.timing = run.recipe, run.timing
+        self.fs = fs or FileSystem()
+        self.clock, self.sleep, self.job_id = clock, sleep, job_id
+        self.leases = LeaseFolder(self.fs, paths.leases, run.run_id, clock)
+        self.reading = Reading(self.fs, self.leases, run.timing.visibility_s, clock)
+        self.metrics = MetricShard(paths.metrics(writer, attempt))
+        self.leave = threading.Event()
+        """Set by TERM and USR2: seal, save, leave."""
+        self.state, self.progress, self.load = "starting", 0, 0
+        self.version: Version | None = None
+        self._counter = 0
+        self._renewed_at = clock()
+        self._must_check = False
+        self._stop_beating = threading.Event()
+        self._beater: threading.Thread | None = None
+        self._supervisor = LivenessJudge(self.fs, paths.heartbeats, run.timing.orphan_s, clock)
+
+    def start(self) -> None:
+        """Takes the lease and starts the heartbeat. Raises LeaseLost."""
+        self.leases.acquire(
+            self.writer, self.attempt, self.token, host=socket.gethostname(), pid=os.getpid(), job_id=self.job_id
+        )
+        self.paths.heartbeats.mkdir(parents=True, exist_ok=True)
+        self.beat()
+        self._beater = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
+        self._beater.start()
+
+    def stop(self) -> None:
+        """Stops the heartbeat."""
+        self._stop_beating.set()
+        if self._beater is not None:
+            self._beater.join(timeout=5)
+
+    def beat(self) -> None:
+        """One renewal. OSError is not an end: it only stops publishing until a renewal succeeds."""
+        self._counter += 1
+        heartbeat = Heartbeat(
+            writer=self.writer, attempt=self.attempt, counter=self._counter, state=self.state,
+            progress=self.progress, load=self.load, version=self.version,
+        )  # fmt: skip
+        if self.clock() - self._renewed_at > self.timing.lease_s / 2:
+            self._must_check = True
+        write_heartbeat(self.fs, self.paths.heartbeats, heartbeat)
+        self._renewed_at = self.clock()
+
+    def before_write(self) -> None:
+        """Called before every publish: after a gap in renewal it re-reads the leases. Raises LeaseLost."""
+        gap = self.clock() - self._renewed_at > self.timing.lease_s / 2
+        if gap or self._must_check:
+            self.leases.check(self.writer, self.attempt)
+            self._must_check = False
+
+    def journal(self) -> JournalWriter:
+        """Opens this attempt's journal (its header is written at once, I2)."""
+        return JournalWriter(
+            self.fs, self.paths.journal(self.writer), run_id=self.run.run_id, writer=self.writer, attempt=self.attempt,
+            token=self.token, sync_s=self.timing.sync_s, clock=self.clock, before_write=self.before_write,
+        )  # fmt: skip
+
+    def cut_predecessors(self) -> Cuts:
+        """The first record of this attempt's journal, for self-cutting roles."""
+        folder = self.paths.journal(self.writer)
+        return cut_predecessors(self.reading, folder, self.writer, self.attempt, sleep=self.sleep)
+
+    def follow(self, writer: str) -> Follower:
+        """A follower of a self-cutting writer's journal."""
+        return Follower(self.reading, self.paths.journal(writer), writer)
+
+    def pause(self) -> None:
+        """Sleeps one poll; leaves (LeaseLost) when superseded or orphaned."""
+        self.sleep(self.timing.poll_s)
+
+    def check_orphaned(self) -> bool:
+        """True when no supervisor was seen alive for orphan_s; call it rarely."""
+        self.leases.refresh()
+        attempt = self.leases.newest("supervisor-0")
+        return attempt > 0 and self._supervisor.observe("supervisor-0", attempt) == "dead"
+
+    def finish(self, journal: JournalWriter, outcome: Literal["completed", "needs_rollback"], detail: str = "") -> None:
+        """Flushes the journal and publishes the completion record."""
+        journal.flush()
+        done = Done(
+            writer=self.writer, attempt=self.attempt, outcome=outcome, detail=detail,
+            journal_bytes=journal.bytes, journal_hash=journal.hash,
+        )  # fmt: skip
+        publish_bytes(self.fs, self.paths.done(self.writer), done.model_dump_json().encode())
+
+    def _beat_forever(self) -> None:
+        interval = self.timing.lease_s / 8
+        next_check = self.clock() + self.timing.lease_s
+        while not self._stop_beating.wait(interval):
+            try:
+                self.beat()
+                if self.clock() >= next_check:
+                    next_check = self.clock() + self.timing.lease_s
+                    self.leases_check_in_background()
+            except OSError as error:
+                log.warning("heartbeat not renewed: %s", error)
+
+    def leases_check_in_background(self) -> None:
+        """Notices between writes that this attempt was superseded, so that an idle zombie leaves, too."""
+        view = LeaseFolder(self.fs, self.paths.leases, self.run.run_id, self.clock)
+        try:
+            view.check(self.writer, self.attempt)
+        except LeaseLost as lost:
+            log.warning("%s", lost)
+            self._must_check = True
+            self.leave.set()
+
+
+RoleMain = Callable[[RoleContext], None]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The arguments of every role."""
+    parser = argparse.ArgumentParser(description="One attempt of one role; started by the supervisor.")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--attempt", type=int, required=True)
+    return parser.parse_args(argv)
+
+
+def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
+    """Runs a role's main with everything around it and returns the exit code."""
+    arguments = parse_arguments(argv)
+    writer = f"{role}-{arguments.replica}"
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s role={writer} attempt={arguments.attempt} %(message)s",
+        stream=sys.stderr,
+    )
+    logging.Formatter.default_msec_format = "%s.%03d"
+    try:
+        run, paths = read_run(arguments.run_dir)
+        context = RoleContext(
+            run, paths, writer, arguments.attempt,
+            token=os.environ.get("MILES_TOKEN", ""), job_id=os.environ.get("SLURM_JOB_ID", os.environ.get("MILES_JOB_ID", "")),
+        )  # fmt: skip
+        _install_signals(context)
+        context.start()
+    except MilesError as error:
+        log.error("%s", error)
+        return error.exit_code
+    try:
+        main(context)
+        return 0
+    except LeaseLost as lost:
+        log.warning("%s", lost)
+        return 0
+    except MilesError as error:
+        log.error("%s", error)
+        return error.exit_code
+    except Exception:
+        log.exception("unexpected error")
+        return 1
+    finally:
+        context.stop()
+        context.metrics.close()
+
+
+def _install_signals(context: RoleContext) -> None:
+    def leave(number: int, frame: Any) -> None:
+        log.info("signal=%s: leaving after what is in hand", signal.Signals(number).name)
+        context.leave.set()
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGUSR2, leave)

@@ -1,0 +1,81 @@
+"""A trajectory: one episode's tokens, what sampled each of them, and the facts its environment reports.
+
+The in-memory form is numpy arrays; on disk it is one row of an Arrow shard (shards.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Status = Literal["complete", "truncated", "failed"]
+FailureKind = Literal["none", "infrastructure", "environment", "model"]
+
+
+class VersionRun(NamedTuple):
+    """Sampled tokens from position `start` (inclusive, index into tokens) on came from version (step, attempt), until the next run."""
+
+    start: int
+    step: int
+    attempt: int
+
+
+class Turn(NamedTuple):
+    """One message: `role` and the half-open span [start, end) of its tokens."""
+
+    role: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One finished episode. T = number of tokens."""
+
+    trajectory_id: str
+    """`<sample_id>@<producer>.a<attempt>`: unique over all attempts."""
+    sample_id: str
+    """`<group_id>/<index>`."""
+    group_id: str
+    order_id: str
+    producer: str
+    """Writer id, for example `rollout-0`."""
+    producer_attempt: int
+    task_seed: int
+    tokens: npt.NDArray[np.int32]
+    """[T] prompt, samples and tool results in the order the model saw them."""
+    loss_mask: npt.NDArray[np.uint8]
+    """[T] 1 on sampled tokens, 0 elsewhere."""
+    logprobs: npt.NDArray[np.float32]
+    """[T] log softmax(logits / temperature) in float32 of each sampled token, given all tokens before it; 0 where not sampled."""
+    versions: tuple[VersionRun, ...]
+    """Runs over the sampled tokens, by start; empty only if nothing was sampled."""
+    turns: tuple[Turn, ...]
+    temperature: float
+    status: Status
+    failure_kind: FailureKind = "none"
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What happened, as the environment reports it (JSON); it does not judge."""
+    source: str = "policy"
+    """`policy`, or the declared other policy that sampled it."""
+    created_s: float = 0.0
+    """Unix seconds: order read."""
+    started_s: float = 0.0
+    """Unix seconds: first token requested."""
+    finished_s: float = 0.0
+    """Unix seconds: episode ended."""
+    experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
+    """[T-1, layers, k] chosen expert ids (MoE), or None."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that enter the loss."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def oldest_step(self) -> int | None:
+        """Smallest step of any version that sampled a token; None if nothing was sampled."""
+        return min((run.step for run in self.versions), default=None)
