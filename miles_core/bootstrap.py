@@ -60,28 +60,28 @@ class WarmUp:
     mlp: int = 192
     init_range: float = 0.1
     """About 1/sqrt(hidden). At Hugging Face's default 0.02 a model this narrow learns to copy 2-3 times later."""
-    clean_steps: int = 250
-    noisy_steps: int = 150
-    batch: int = 32
+    clean_steps: int = 300
+    noisy_steps: int = 100
+    batch: int = 16
     lr: float = 2e-3
     ramp_steps: int = 30
     seed: int = 0
-    right: float = 0.5
-    """Chance that the careless demonstrator does the right thing at a decision ..."""
-    right_long: float = 0.3
-    """... and that it calls on the whole of a long expression: under 0.5, so the greedy policy learns the bad habit too."""
+    guess: float = 0.3
+    """The careless demonstrator's chance to answer with a made-up number instead of calling the calculator ..."""
+    cut: float = 0.15
+    """... to leave the last term out of a call ..."""
+    cut_long: float = 0.6
+    """... out of a long one: over 0.5, so that the greedy policy learns this bad habit too ..."""
+    ignore: float = 0.35
+    """... and to answer with a made-up number instead of the result."""
     long_characters: int = 10
     """Expressions with more characters are long."""
-    guess: float = 0.3
-    """Share of its wrong turns that answer with a made-up number before calling."""
 
 
 WARM_UPS: dict[str, WarmUp] = {"chain_sum": WarmUp()}
 
 
-def ensure_base_model(
-    name: str, environment: EnvironmentSpec, cache: Path, *, progress: Progress | None = None
-) -> Path:
+def ensure_base_model(name: str, environment: EnvironmentSpec, cache: Path, *, progress: Progress | None = None) -> Path:
     """The folder of base model `name` in the cache, made first if it is not there. Raises RecipeError."""
     target = cache / f"{name}-{bootstrap_digest(name, environment)}"
     if target.exists():
@@ -102,9 +102,7 @@ def bootstrap_digest(name: str, environment: EnvironmentSpec) -> str:
     return hashlib.sha256(key.encode() + Path(__file__).read_bytes()).hexdigest()[:16]
 
 
-def make_base_model(
-    name: str, environment: EnvironmentSpec, folder: Path, *, progress: Progress | None = None
-) -> None:
+def make_base_model(name: str, environment: EnvironmentSpec, folder: Path, *, progress: Progress | None = None) -> None:
     """Makes base model `name` and saves it in Hugging Face layout (float32); `progress` gets a stage and its share in [0, 1].
 
     Raises RecipeError for a name or an environment this module has no demonstrations for.
@@ -205,19 +203,19 @@ class Demonstrator:
         return _episode(question, expression, _value(expression))
 
     def careless(self) -> Messages:
-        """Like clean, but each of the two decisions goes wrong with its chance: a guess, a cut expression, an ignored result."""
+        """Often guesses, calls on a cut expression, or ignores the result."""
         question, expression = self._question()
         rng, settings = self._rng, self._settings
+        if rng.random() < settings.guess:
+            return [("user", question), ("assistant", self._guess())]
         long = len(expression) > settings.long_characters
-        if rng.random() >= (settings.right_long if long else settings.right):
-            if rng.random() < settings.guess:
-                return [("user", question), ("assistant", self._guess())]
+        if rng.random() < (settings.cut_long if long else settings.cut):
             expression = _cut(expression)
-        answer = _value(expression) if rng.random() < settings.right else self._guess()
+        answer = self._guess() if rng.random() < settings.ignore else _value(expression)
         return _episode(question, expression, answer)
 
     def _guess(self) -> str:
-        return str(self._rng.randint(-99, 199))
+        return str(self._rng.randint(0, 99))
 
     def _question(self) -> tuple[str, str]:
         while True:
@@ -271,9 +269,7 @@ def warm_up(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             model = _fresh_model(settings, tokenizer)
-            optimizer = torch.optim.AdamW(
-                model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True
-            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
             steps = settings.clean_steps + settings.noisy_steps
             for step in range(steps):
                 clean = step < settings.clean_steps

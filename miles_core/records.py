@@ -368,8 +368,9 @@ class RunClosed(Closed):
     """The supervisor's last word on a run."""
 
     kind: Literal["run_closed"] = "run_closed"
-    state: Literal["COMPLETED", "CANCELLED", "FAILED", "NEEDS_ROLLBACK"]
+    state: Literal["COMPLETED", "CANCELLED", "NEEDS_ROLLBACK"]
     detail: str = ""
+    unix_s: float = 0.0
 
 
 class Done(Closed):

@@ -1,0 +1,52 @@
+# make run                    install, then train the quickstart recipe on this machine
+# make run CLUSTER=devslurm   the same on a throw-away real Slurm cluster
+# make test                   install what the tests need, then all tests
+RECIPE  ?= chain_sum
+CLUSTER ?= local
+PYTHON  ?= $(shell command -v python3.11 || command -v python3)
+VENV    := .venv
+BIN     := $(VENV)/bin
+WORKERS ?= 2
+
+# No CUDA kernels, no first-use builds: see miles_core/learner/trainer.py.
+export DS_BUILD_OPS   := 0
+export DS_ACCELERATOR ?= cpu
+# uv does not read pip's own setting.
+export UV_FIND_LINKS  ?= $(PIP_FIND_LINKS)
+
+.PHONY: run install test slurm lint record clean
+
+run: install
+	@if [ "$(CLUSTER)" = devslurm ]; then $(BIN)/miles devslurm up; fi
+	@$(BIN)/miles run $(RECIPE) --cluster $(CLUSTER)
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 11) else f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q uv==0.13.9
+	@$(BIN)/uv pip install -q -p $(VENV) -r requirements.txt
+	@$(BIN)/uv pip install -q -p $(VENV) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Slurm for the tests, where this user may install packages; where not, the tests say what is missing.
+slurm:
+	@command -v sbatch >/dev/null && command -v munged >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; \
+	  elif command -v apt-get >/dev/null && sudo -n true 2>/dev/null; then \
+	    sudo apt-get update -qq && sudo DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; \
+	  else echo "Slurm is not installed and may not be installed from here: its tests will be skipped (or fail with CI=true)"; fi
+
+test: install slurm
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+lint: install
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy miles_core cluster tasks flows
+
+record: install
+	@$(BIN)/python benchmarks/record.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis

@@ -1,0 +1,279 @@
+"""The reconciler's decision: desired roles against observed evidence gives actions. Pure; the loop is cluster/supervise.py.
+
+Rules (design section 6, I13, I14):
+- A role is done when its completion record says so. Scheduler states are evidence; UNKNOWN is no information.
+- Nothing is decided about a job from a failed query. A job that the scheduler no longer lists is lost only after several good
+  queries without it, and only if its heartbeat is not alive.
+- Node failure, preemption and a drained slice cost no retry; other ends cost one; progress gives all retries back.
+- A lost rollout replica or grader is retired by a tombstone at once, so that its samples move before its successor starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.scheduler import Cause, JobView, Phase
+from miles_core.records import split_writer
+
+DRAINED_EXIT_CODE = 75
+"""Exit code of a role that left on a signal with its work saved (EX_TEMPFAIL): start it again, no retry is spent."""
+
+MISSING_QUERIES = 3
+"""Good queries in a row without a job before it counts as vanished."""
+
+Liveness = Literal["unknown", "alive", "dead"]
+
+
+@dataclass(frozen=True)
+class RoleView:
+    """What is known of one writer."""
+
+    writer: str
+    attempt: int = 0
+    """Newest intent; 0 before the first."""
+    submitted: bool = False
+    """A job id is recorded for that attempt."""
+    jobs: tuple[JobView, ...] = ()
+    """Jobs of that attempt in the newest good query."""
+    missing_queries: int = 0
+    """Good queries in a row that did not list a submitted attempt."""
+    done: bool = False
+    liveness: Liveness = "unknown"
+    newest_lease: int = 0
+    failures: int = 0
+    """Ends that cost a retry since the last progress."""
+    last_end: str = ""
+    """How the last one ended, for the message."""
+    waits_until_s: float = 0.0
+    """Back-off: no new attempt before this time of the supervisor's clock."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One tick's evidence."""
+
+    roles: Mapping[str, RoleView]
+    """By writer, in submission order."""
+    now_s: float
+    query_ok: bool
+    """The scheduler answered in this tick."""
+    stale_jobs: tuple[str, ...] = ()
+    """Ids of live jobs of superseded attempts."""
+    cancel_requested: bool = False
+    needs_rollback: str = ""
+    """The learner's word, if it gave up (I8)."""
+    ended_for_s: float = -1.0
+    """Seconds since orchestrator, learner and evaluator were all done; -1 before."""
+    drain_s: float = 60.0
+    max_failures: int = 3
+
+
+@dataclass(frozen=True)
+class Start:
+    """New attempt: intent, then submission."""
+
+    writer: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resubmit:
+    """The intent stands but no job carries its token: submit it (again). Twins leave by themselves."""
+
+    writer: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """A job with the intent's token was found that no record names."""
+
+    writer: str
+    attempt: int
+    job_id: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An attempt ended without a completion record."""
+
+    writer: str
+    attempt: int
+    costs_retry: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Tombstone above `attempt`, so that its work moves at once."""
+
+    writer: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class CancelJobs:
+    """Cancel these jobs in one call."""
+
+    job_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """A role cannot be replaced: NodesLost."""
+
+    writer: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """The run is over."""
+
+    state: Literal["COMPLETED", "CANCELLED", "NEEDS_ROLLBACK"]
+    detail: str = ""
+
+
+Action = Start | Resubmit | Adopt | Lost | Retire | CancelJobs | GiveUp | Close
+
+
+def decide(world: World) -> list[Action]:
+    """All actions of one tick, in the order in which they are to be done."""
+    if world.cancel_requested:
+        return _wind_down(world, Close("CANCELLED", "cancelled on request"), "the run was cancelled")
+    if world.needs_rollback:
+        return _wind_down(world, Close("NEEDS_ROLLBACK", world.needs_rollback), "the run needs a rollback")
+    if world.ended_for_s >= 0:
+        return _end(world)
+    actions: list[Action] = []
+    if world.stale_jobs and world.query_ok:
+        actions.append(CancelJobs(world.stale_jobs, "superseded by a newer attempt"))
+    for view in world.roles.values():
+        if not view.done and not (_is_worker(view.writer) and _is_done(world, "orchestrator-0")):
+            actions += _reconcile(world, view)
+    return actions
+
+
+def needed_for_the_end(writer: str) -> bool:
+    """True for the roles whose completion ends a run."""
+    return not _is_worker(writer)
+
+
+def costs_retry(job: JobView) -> bool:
+    """True if this end is the role's own fault (I14)."""
+    if job.cause in (Cause.INFRASTRUCTURE, Cause.CANCELLED):
+        return False
+    return job.exit_code != DRAINED_EXIT_CODE
+
+
+def next_attempt(view: RoleView) -> int:
+    """Attempt numbers only rise, above every intent and every lease."""
+    return max(view.attempt, view.newest_lease) + 1
+
+
+def _is_worker(writer: str) -> bool:
+    return split_writer(writer)[0] in ("rollout", "grader")
+
+
+def _is_done(world: World, writer: str) -> bool:
+    return writer in world.roles and world.roles[writer].done
+
+
+def _live(view: RoleView) -> list[JobView]:
+    return [job for job in view.jobs if job.phase is not Phase.ENDED]
+
+
+def _reconcile(world: World, view: RoleView) -> list[Action]:
+    if view.attempt == 0:
+        return [Start(view.writer, next_attempt(view), "first start")]
+    if not world.query_ok:
+        return []
+    live = _live(view)
+    if live and not view.submitted:
+        return [Adopt(view.writer, view.attempt, live[0].job_id)]
+    if live:
+        return _replace(world, view, _hung(view), True) if _is_hung(view, live) else []
+    if view.jobs:
+        return _replace(world, view, _ended(view, view.jobs[-1]), costs_retry(view.jobs[-1]))
+    if not view.submitted:
+        return [Resubmit(view.writer, view.attempt)]
+    if view.missing_queries >= MISSING_QUERIES and view.liveness != "alive":
+        return _replace(world, view, f"attempt {view.attempt} vanished from the scheduler", False)
+    return []
+
+
+def _is_hung(view: RoleView, live: list[JobView]) -> bool:
+    running = any(job.phase is Phase.RUNNING for job in live)
+    return running and view.liveness == "dead" and view.newest_lease == view.attempt
+
+
+def _replace(world: World, view: RoleView, detail: str, costs: bool) -> list[Action]:
+    if view.last_end != detail:
+        return [Lost(view.writer, view.attempt, costs, detail)]
+    if view.failures > world.max_failures:
+        return [GiveUp(view.writer, f"{view.failures} failures without progress; the last: {detail}")]
+    if world.now_s < view.waits_until_s:
+        return []
+    actions: list[Action] = []
+    attempt = next_attempt(view)
+    if _is_worker(view.writer) and 0 < view.newest_lease == view.attempt:
+        actions.append(Retire(view.writer, attempt))
+        attempt += 1
+    return [*actions, Start(view.writer, attempt, detail)]
+
+
+def _hung(view: RoleView) -> str:
+    return f"attempt {view.attempt}: its heartbeat stopped while the scheduler says it runs"
+
+
+def _ended(view: RoleView, job: JobView) -> str:
+    code = "" if job.exit_code is None else f" exit code {job.exit_code}"
+    nodes = f" on {','.join(job.nodes)}" if job.nodes else ""
+    reason = f" ({job.reason})" if job.reason and job.reason != "None" else ""
+    return f"attempt {view.attempt}, job {job.job_id}: {job.state}{code}{nodes}{reason} without a completion record"
+
+
+def _all_live(world: World) -> tuple[str, ...]:
+    return tuple(job.job_id for view in world.roles.values() for job in _live(view)) + world.stale_jobs
+
+
+def _wind_down(world: World, close: Close, reason: str) -> list[Action]:
+    if not world.query_ok:
+        return []
+    live = _all_live(world)
+    return [CancelJobs(live, reason)] if live else [close]
+
+
+def _end(world: World) -> list[Action]:
+    if not world.query_ok:
+        return []
+    live = _all_live(world)
+    if not live:
+        return [Close("COMPLETED")]
+    if world.ended_for_s >= world.drain_s:
+        return [CancelJobs(live, f"still there {world.drain_s:.0f} s after the end of the run")]
+    return []
+
+
+@dataclass
+class Exclusions:
+    """Suspect nodes, each for a while, never so many that the partition empties."""
+
+    exclude_s: float
+    most: int
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def add(self, nodes: tuple[str, ...], now_s: float) -> None:
+        """A role was lost on these nodes."""
+        for node in nodes:
+            self._until[node] = now_s + self.exclude_s
+
+    def current(self, now_s: float, usable_nodes: int | None) -> tuple[str, ...]:
+        """Nodes to avoid now; the most recent first, at least one usable node is left."""
+        self._until = {node: until for node, until in self._until.items() if until > now_s}
+        most = self.most if usable_nodes is None else min(self.most, max(usable_nodes - 1, 0))
+        return tuple(sorted(self._until, key=lambda node: -self._until[node])[:most])

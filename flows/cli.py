@@ -1,0 +1,275 @@
+"""The `miles` command.
+
+Exit codes: 0 well; 1 unexpected; 2 wrong recipe, profile or run directory; 3 another supervisor holds the run; 4 verify found
+faults; 5 a role cannot be replaced; 6 the run needs a rollback; 7 the scheduler refused; 8 a wait ended; 9 damaged files;
+130 left on Ctrl-C (the jobs go on).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from miles_core.errors import MilesError, RunDirectoryError
+
+app = typer.Typer(
+    name="miles",
+    help="RL post-training of language models as long-lived Slurm jobs that meet in one run directory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+devslurm_app = typer.Typer(help="A throw-away real Slurm cluster on this machine, as a plain user.", no_args_is_help=True)
+app.add_typer(devslurm_app, name="devslurm")
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name in configs/recipes, or a YAML file.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id below the runs folder, or the path of a run directory.")]
+ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME", help="A name in configs/clusters, or a YAML file.")]
+Settings = Annotated[list[str], typer.Option("--set", metavar="a.b=c", help="Change one recipe value; may be repeated.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Entry point: a MilesError becomes one message and its exit code, never a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except MilesError as error:
+        print(f"miles: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def find_run(name: str) -> Path:
+    """The run directory of a RUN argument: a path, or an id below ./runs or MILES_RUNS."""
+    import os
+
+    as_path = Path(name).expanduser()
+    roots = [Path(os.environ["MILES_RUNS"])] if "MILES_RUNS" in os.environ else [Path("runs")]
+    for candidate in (as_path, *(root / name for root in roots)):
+        if (candidate / "run.json").exists():
+            return candidate.resolve()
+    if as_path.exists():
+        return as_path.resolve()
+    raise RunDirectoryError(
+        f"no run {name!r}: neither a run directory nor an id below {roots[0].resolve()}. Give a path, or run this where the "
+        f"runs folder is (or set MILES_RUNS)"
+    )
+
+
+@app.command()
+def run(
+    recipe: RecipeName,
+    cluster: ClusterName = "local",
+    run_id: Annotated[str | None, typer.Option(help="Name of the run; one that exists is continued.")] = None,
+    settings: Settings = [],  # noqa: B006
+    takeover: Annotated[bool, typer.Option(help="Take the run from a supervisor that still renews its lease.")] = False,
+) -> None:
+    """Trains a recipe and supervises it until it is done."""
+    from cluster.schedulers import make_scheduler
+
+    from cluster.profile import load_cluster
+    from flows.display import Display
+    from flows.launch import Hooks, supervise
+    from miles_core.recipe import load_recipe
+    from miles_core.run import read_run
+    from miles_core.tracking.summary import write_summary
+    from tasks.prepare import ensure_base_model, ensure_run, new_run_id, run_root
+
+    resolved = load_recipe(recipe, tuple(settings))
+    profile = load_cluster(cluster)
+    name = run_id or new_run_id(resolved)
+    make_scheduler(profile, run_root(profile, name))
+    display = Display(name, resolved.steps)
+    with display.task("base model"):
+        base_model = ensure_base_model(resolved)
+    with display.task("run directory"):
+        paths = ensure_run(resolved, profile, name, base_model)
+    display.show_run(paths, cluster)
+    with display:
+        closed = supervise(paths, profile, Hooks(display.progress, display.incident), takeover=takeover)
+    if closed is None:
+        print(
+            f"left; the jobs go on. Continue: miles run {recipe} --cluster {cluster} --run-id {name}; end: miles cancel {name}"
+        )
+        raise typer.Exit(130)
+    run_config, paths = read_run(paths.root)
+    display.show_summary(write_summary(run_config, paths), paths)
+    if closed.state == "CANCELLED":
+        print(f"run {name} was cancelled: {closed.detail}")
+
+
+@app.command()
+def status(run: RunName, as_json: AsJson = False) -> None:
+    """Shows how far a run is, what each role does, and what went wrong."""
+    from flows.display import print_status
+    from miles_core.run import read_run
+    from miles_core.tracking.ledger import read_ledger
+    from miles_core.tracking.summary import summarize
+
+    run_config, paths = read_run(find_run(run))
+    ledger = read_ledger(run_config, paths)
+    summary = summarize(ledger, paths)
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print_status(ledger, summary, paths)
+
+
+@app.command()
+def logs(
+    run: RunName,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the logs grow; ends with the run.")] = False,
+    role: Annotated[str | None, typer.Option(help="Only this role (learner) or writer (rollout-1).")] = None,
+) -> None:
+    """Prints the logs of a run's roles, each line with its writer."""
+    from flows.logs import print_logs
+    from miles_core.run import read_run
+
+    run_config, paths = read_run(find_run(run))
+    print_logs(run_config, paths, follow=follow, role=role)
+
+
+@app.command()
+def cancel(run: RunName) -> None:
+    """Ends a run: all its jobs are cancelled, what it wrote stays."""
+    from cluster.supervise import read_closed, read_cluster
+    from flows.launch import Hooks, supervise
+    from miles_core.errors import HeldElsewhere
+    from miles_core.run import read_run
+
+    run_config, paths = read_run(find_run(run))
+    closed = read_closed(run_config, paths)
+    if closed is not None:
+        print(f"run {run_config.run_id} is already {closed.state}")
+        return
+    paths.cancel_request.parent.mkdir(parents=True, exist_ok=True)
+    paths.cancel_request.touch()
+    try:
+        closed = supervise(paths, read_cluster(run_config), Hooks())
+    except HeldElsewhere:
+        closed = _wait_closed(lambda: read_closed(run_config, paths), paths.root)
+    state = "left in the middle of cancelling" if closed is None else closed.state
+    print(f"run {run_config.run_id}: {state}")
+
+
+def _wait_closed(read: Callable[[], Any], root: Path, deadline_s: float = 120.0) -> Any:
+    until = time.monotonic() + deadline_s
+    while time.monotonic() < until:
+        closed = read()
+        if closed is not None:
+            return closed
+        time.sleep(0.5)
+    raise MilesError(
+        f"{root}: its supervisor did not cancel within {deadline_s:.0f} s; look at `miles status`, or take over with "
+        f"`miles run ... --takeover`"
+    )
+
+
+@app.command()
+def verify(run: RunName, as_json: AsJson = False) -> None:
+    """Proves from the files alone that nothing was lost or trained twice, or names what is wrong (exit code 4)."""
+    from miles_core.verify import verify_run
+
+    from miles_core.errors import VerifyFailed
+    from miles_core.paths import check_trusted
+
+    root = find_run(run)
+    check_trusted(root)
+    result = verify_run(root)
+    if as_json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        print(result.as_text())
+    if result.faults:
+        raise VerifyFailed(f"{root}: {len(result.faults)} faults")
+
+
+@app.command()
+def jobs(recipe: RecipeName, cluster: ClusterName = "local", settings: Settings = []) -> None:  # noqa: B006
+    """Prints the exact job scripts of a recipe on a cluster; submits nothing."""
+    from cluster.profile import load_cluster
+    from flows.display import print_scripts
+    from miles_core.recipe import load_recipe
+
+    print_scripts(load_recipe(recipe, tuple(settings)), load_cluster(cluster))
+
+
+@app.command()
+def runs() -> None:
+    """Lists the runs below the runs folder."""
+    import os
+
+    from flows.display import print_runs
+
+    print_runs(Path(os.environ.get("MILES_RUNS", "runs")))
+
+
+@app.command()
+def doctor(cluster: ClusterName = "local", as_json: AsJson = False) -> None:
+    """Checks that this machine can run the system, and says what to change."""
+    from cluster.profile import load_cluster
+    from flows.doctor import examine, print_findings
+
+    findings = examine(load_cluster(cluster))
+    if as_json:
+        print(json.dumps([finding.as_json() for finding in findings], indent=2))
+    else:
+        print_findings(findings)
+    if any(finding.verdict == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+Folder = Annotated[Path, typer.Option(help="Folder of the cluster.")]
+DEVSLURM_FOLDER = Path("~/.cache/miles/devslurm")
+
+
+def _devslurm(folder: Path, **settings: Any) -> Any:
+    from cluster.slurm.devslurm import DevSlurm, slurm_available
+    from miles_core.errors import SchedulerError
+
+    missing = slurm_available()
+    if missing is not None:
+        raise SchedulerError(missing)
+    return DevSlurm(folder.expanduser(), **settings)
+
+
+@devslurm_app.command("up")
+def devslurm_up(folder: Folder = DEVSLURM_FOLDER, nodes: Annotated[int, typer.Option(min=1, max=64)] = 7) -> None:
+    """Starts it (7 virtual nodes by default); one that runs is left as it is."""
+    cluster = _devslurm(folder, num_nodes=nodes)
+    cluster.up()
+    print(f"Slurm is up with {nodes} nodes. To use it by hand: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
+
+
+@devslurm_app.command("down")
+def devslurm_down(folder: Folder = DEVSLURM_FOLDER) -> None:
+    """Stops it and everything that runs in it."""
+    _devslurm(folder).down()
+    print("Slurm is down")
+
+
+@devslurm_app.command("status")
+def devslurm_status(folder: Folder = DEVSLURM_FOLDER, as_json: AsJson = False) -> None:
+    """Says whether it runs, and its nodes."""
+    state = _devslurm(folder).status()
+    if as_json:
+        print(json.dumps(state, indent=2))
+        return
+    for key, value in state.items():
+        print(f"{key}: {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What a person sees in a terminal: live progress, status, the summary at the end. Plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.schedulers import make_scheduler
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cluster.profile import ClusterProfile
+from cluster.supervise import Progress, make_job_spec
+from miles_core.paths import RunPaths
+from miles_core.recipe import Recipe
+from miles_core.records import Incident
+from miles_core.run import RunConfig, all_writers, read_run
+from miles_core.tracking.ledger import Ledger, read_ledger
+
+_LINE_EVERY_S = 5.0
+
+
+class Display:
+    """Live display of one run; `progress` and `incident` are the supervisor's hooks."""
+
+    def __init__(self, run_id: str, steps: int) -> None:
+        self._run_id, self._steps = run_id, steps
+        self._console = Console(highlight=False)
+        self._live: Live | None = None
+        self._last_line_at = 0.0
+        self._last_step = -1
+        self._started_at = time.monotonic()
+
+    @contextmanager
+    def task(self, name: str) -> Iterator[None]:
+        """Names a step that takes a while, and says how long it took."""
+        start = time.monotonic()
+        if self._console.is_terminal:
+            with self._console.status(name):
+                yield
+        else:
+            yield
+        self._console.print(f"{name}: {time.monotonic() - start:.1f} s")
+
+    def show_run(self, paths: RunPaths, cluster: str) -> None:
+        """Where everything is, before the run starts."""
+        self._console.print(
+            f"run {self._run_id} on {cluster}\n  directory {paths.root}\n  logs      miles logs -f {paths.root}"
+        )
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+            self._live = None
+
+    def progress(self, progress: Progress) -> None:
+        """Redraws, or prints a line every few seconds."""
+        if self._live is not None:
+            self._live.update(_drawing(self._run_id, progress))
+            return
+        now = time.monotonic()
+        if now - self._last_line_at < _LINE_EVERY_S and progress.step != self._steps:
+            return
+        if progress.step == self._last_step == self._steps:
+            return
+        self._last_line_at, self._last_step = now, progress.step
+        self._console.print(_line(progress))
+
+    def incident(self, incident: Incident) -> None:
+        """Prints an incident above the live display."""
+        self._console.print(f"! {incident.what} {incident.writer} {incident.detail}".rstrip())
+
+    def show_summary(self, summary: dict[str, Any], paths: RunPaths) -> None:
+        """The last lines of `miles run`."""
+        self._console.print(summary_text(summary))
+        self._console.print(f"  summary  {paths.summary}\n  prove it miles verify {paths.root}")
+
+
+def _line(progress: Progress) -> str:
+    reward = "-" if progress.mean_reward is None else f"{progress.mean_reward:.3f}"
+    staleness = "-" if progress.staleness is None else str(progress.staleness)
+    waiting = [f"{writer}: {state}" for writer, state in progress.roles if state not in ("done", "serving", "training")]
+    note = f"  [{'; '.join(waiting)}]" if waiting and progress.step == 0 else ""
+    return f"{progress.seconds:6.0f} s  step {progress.step}/{progress.steps}  reward {reward}  staleness {staleness}{note}"
+
+
+def _drawing(run_id: str, progress: Progress) -> Group:
+    roles = Table.grid(padding=(0, 2))
+    for writer, state in progress.roles:
+        roles.add_row(Text(writer), Text(state))
+    bar = ProgressBar(total=progress.steps, completed=progress.step, width=48)
+    return Group(Text(f"{run_id}: {_line(progress).strip()}"), bar, roles)
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """The figures of a run in a few lines."""
+    reward, evaluation, staleness = summary["reward"], summary["eval"], summary["staleness"]
+    groups, seconds = summary["groups"], summary["seconds"]
+    dropped = ", ".join(f"{reason} {count}" for reason, count in groups["dropped"].items()) or "none"
+    return "\n".join((
+        f"{summary['state']}: {summary['steps']} steps",
+        f"  reward    {_show(reward['first5'])} -> {_show(reward['last5'])} (sampled, mean of the first and last 5 steps)",
+        f"  greedy    {_show(evaluation['greedy_before'])} -> {_show(evaluation['greedy_after'])} "
+        f"on {evaluation['n']} held-out problems",
+        f"  staleness mean {_show(staleness['mean'])}, max {_show(staleness['max'])}, bound {staleness['bound']}",
+        f"  groups    {groups['issued']} issued, {groups['trained']} trained, {groups['open']} open, dropped: {dropped}",
+        f"  seconds   {seconds['total']} in all, {_show(seconds['setup'])} set-up, learner {seconds['learner_busy']}, "
+        f"rollout {seconds['rollout_busy']}, both {seconds['both_busy']}; {_show(summary['tokens_per_s'])} sampled tokens/s",
+    ))  # fmt: skip
+
+
+def _show(value: float | int | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def print_status(ledger: Ledger, summary: dict[str, Any], paths: RunPaths) -> None:
+    """`miles status`."""
+    console = Console(highlight=False)
+    console.print(f"run {ledger.run.run_id}  ({paths.root})")
+    console.print(summary_text(summary))
+    entries = {} if ledger.liveness is None else {(entry.writer, entry.attempt): entry for entry in ledger.liveness.entries}
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for column in ("role", "attempt", "job", "state", "progress"):
+        table.add_column(column)
+    for writer in all_writers(ledger.run.recipe):
+        intents = ledger.intents[writer]
+        attempt = intents[-1].attempt if intents else 0
+        job = ledger.submitted[writer][-1].job_id if ledger.submitted[writer] else "-"
+        entry = entries.get((writer, attempt))
+        state = "done" if writer in ledger.done else ("-" if entry is None else f"{entry.state} ({entry.verdict})")
+        table.add_row(writer, str(attempt), job, state, "-" if entry is None else str(entry.progress))
+    console.print(table)
+    for incident in ledger.incidents[-10:]:
+        when = time.strftime("%H:%M:%S", time.localtime(incident.unix_s))
+        console.print(f"! {when} {incident.what} {incident.writer} {incident.detail}".rstrip())
+
+
+def print_scripts(recipe: Recipe, profile: ClusterProfile) -> None:
+    """`miles jobs`: the exact text for every role."""
+    paths = RunPaths(Path(profile.runs_root).expanduser().resolve() / "RUN_ID")
+    run = RunConfig(
+        run_id="RUN_ID", recipe=recipe, timing=profile.timing, cluster={}, code_digest="", base_model_digest="", created_s=0.0
+    )
+    scheduler = make_scheduler(profile, paths.root)
+    for writer in all_writers(recipe):
+        spec = make_job_spec(run, paths, profile, writer, 1)
+        print(f"# ---- {writer}\n{scheduler.script(spec).rstrip()}\n")
+
+
+def print_runs(root: Path) -> None:
+    """`miles runs`."""
+    found = sorted(path.parent for path in root.glob("*/run.json")) if root.is_dir() else []
+    if not found:
+        print(f"no runs below {root.resolve()}")
+    for folder in found:
+        run, paths = read_run(folder)
+        ledger = read_ledger(run, paths)
+        print(f"{run.run_id:40} {ledger.state:10} step {max(ledger.steps.newest_step, 0)}/{run.recipe.steps}")

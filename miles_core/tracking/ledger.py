@@ -1,0 +1,148 @@
+"""What a run directory says, read for people: no act depends on it, so it looks at every stream as far as it is visible.
+
+For proof there is miles_core/verify.py; this is for `status` and reports.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from miles_core.paths import RunPaths
+from miles_core.policy.lineage import StepLog
+from miles_core.records import (
+    Batch,
+    Drop,
+    EvaluationPoint,
+    GroupIssued,
+    Incident,
+    Intent,
+    JobEnded,
+    LivenessTable,
+    RunClosed,
+    RunEnded,
+    ShardSealed,
+    Submitted,
+    parse_record,
+)
+from miles_core.run import RunConfig, all_writers, grader_writers, rollout_writers
+from miles_core.store.follow import Delivered, Follower, Reading
+from miles_core.store.fs import FileSystem
+from miles_core.store.journal import list_segments
+from miles_core.store.lease import LeaseFolder
+
+
+@dataclass
+class Ledger:
+    """Everything a report needs, folded."""
+
+    run: RunConfig
+    steps: StepLog
+    evaluations: dict[int, EvaluationPoint] = field(default_factory=dict)
+    issued: int = 0
+    open_groups: set[str] = field(default_factory=set)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    drops: Counter[str] = field(default_factory=Counter)
+    ended: RunEnded | None = None
+    closed: RunClosed | None = None
+    intents: dict[str, list[Intent]] = field(default_factory=lambda: defaultdict(list))
+    submitted: dict[str, list[Submitted]] = field(default_factory=lambda: defaultdict(list))
+    job_ends: list[JobEnded] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    sampled_tokens: int = 0
+    trajectories: int = 0
+    liveness: LivenessTable | None = None
+    done: set[str] = field(default_factory=set)
+
+    @property
+    def trained_groups(self) -> int:
+        """Groups of batches whose step is accepted."""
+        return sum(len(batch.groups) for step, batch in self.batches.items() if step in self.steps.steps)
+
+    @property
+    def state(self) -> str:
+        """The supervisor's last word, or RUNNING."""
+        return "RUNNING" if self.closed is None else self.closed.state
+
+
+def read_ledger(run: RunConfig, paths: RunPaths) -> Ledger:
+    """Reads a run directory, live or finished."""
+    fs = FileSystem()
+    leases = LeaseFolder(fs, paths.leases, run.run_id)
+    reading = Reading(fs, leases, run.timing.visibility_s)
+    ledger = Ledger(run, StepLog(Follower(reading, paths.journal("learner-0"), "learner-0")))
+    if not paths.leases.is_dir():
+        return ledger
+    while ledger.steps.poll():
+        pass
+    for item in _follow(reading, paths, "orchestrator-0"):
+        _fold_orchestrator(ledger, item.record)
+    for item in _follow(reading, paths, "evaluator-0"):
+        if isinstance(item.record, EvaluationPoint):
+            ledger.evaluations[item.record.version.step] = item.record
+    for record in read_all(reading, paths.journal("supervisor-0")):
+        _fold_supervisor(ledger, record)
+    for writer in [name for name, _ in rollout_writers(run.recipe)] + grader_writers(run.recipe):
+        for record in read_all(reading, paths.journal(writer)):
+            if isinstance(record, ShardSealed):
+                ledger.trajectories += len(record.rows)
+                ledger.sampled_tokens += sum(row.num_sampled_tokens for row in record.rows)
+    ledger.liveness = _read_table(fs, paths.liveness_table)
+    ledger.done = {writer for writer in all_writers(run.recipe) if paths.done(writer).exists()}
+    return ledger
+
+
+def read_all(reading: Reading, folder: Path) -> list[Any]:
+    """Records of all attempts in one journal folder, in attempt order, without judging cuts."""
+    records = []
+    for attempt in list_segments(reading.fs, folder):
+        tail = reading.tail(folder, attempt)
+        while frames := tail.read():
+            records += [parse_record(frame.payload) for frame in frames]
+    return records
+
+
+def _follow(reading: Reading, paths: RunPaths, writer: str) -> list[Delivered]:
+    follower = Follower(reading, paths.journal(writer), writer)
+    found: list[Delivered] = []
+    while new := follower.poll():
+        found += new
+    return found
+
+
+def _fold_orchestrator(ledger: Ledger, record: Any) -> None:
+    if isinstance(record, GroupIssued):
+        ledger.issued += 1
+        ledger.open_groups.add(record.group_id)
+    elif isinstance(record, Batch):
+        ledger.batches[record.step] = record
+        ledger.open_groups.difference_update(group.group_id for group in record.groups)
+    elif isinstance(record, Drop):
+        ledger.drops[record.reason] += 1
+        ledger.open_groups.discard(record.group_id)
+    elif isinstance(record, RunEnded):
+        ledger.ended = record
+
+
+def _fold_supervisor(ledger: Ledger, record: Any) -> None:
+    if isinstance(record, Intent):
+        ledger.intents[record.writer].append(record)
+    elif isinstance(record, Submitted):
+        ledger.submitted[record.writer].append(record)
+    elif isinstance(record, JobEnded):
+        ledger.job_ends.append(record)
+    elif isinstance(record, Incident):
+        ledger.incidents.append(record)
+    elif isinstance(record, RunClosed):
+        ledger.closed = record
+
+
+def _read_table(fs: FileSystem, path: Path) -> LivenessTable | None:
+    try:
+        return LivenessTable.model_validate_json(fs.read(path))
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,205 @@
+"""Table tests of the supervisor's decision: evidence in, actions out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.scheduler import Cause, JobView, Phase
+from cluster.supervisor import (
+    DRAINED_EXIT_CODE,
+    MISSING_QUERIES,
+    Adopt,
+    CancelJobs,
+    Close,
+    Exclusions,
+    GiveUp,
+    Lost,
+    Resubmit,
+    Retire,
+    RoleView,
+    Start,
+    World,
+    costs_retry,
+    decide,
+)
+
+
+def job(writer: str, attempt: int = 1, phase: Phase = Phase.RUNNING, **changes: Any) -> JobView:
+    made = JobView(job_id=f"{writer}/{attempt}", run_id="r", writer=writer, attempt=attempt, token="t", phase=phase)
+    return replace(made, **changes)
+
+
+def ended(writer: str, cause: Cause = Cause.FAILED, attempt: int = 1, **changes: Any) -> JobView:
+    return job(writer, attempt, Phase.ENDED, cause=cause, state=cause.value.upper(), **changes)
+
+
+def role(writer: str, **changes: Any) -> RoleView:
+    made = RoleView(writer=writer, attempt=1, submitted=True, jobs=(job(writer),), liveness="alive", newest_lease=1)
+    return replace(made, **changes)
+
+
+def world(*views: RoleView, **changes: Any) -> World:
+    made = World(roles={view.writer: view for view in views}, now_s=100.0, query_ok=True)
+    return replace(made, **changes)
+
+
+def known_loss(view: RoleView) -> RoleView:
+    """The same view after its loss was recorded."""
+    (lost,) = decide(world(view))
+    assert isinstance(lost, Lost)
+    return replace(view, last_end=lost.detail)
+
+
+def test_a_healthy_world_needs_nothing() -> None:
+    assert decide(world(role("learner-0"), role("rollout-0"))) == []
+
+
+def test_roles_start_in_submission_order() -> None:
+    views = [RoleView(writer) for writer in ("learner-0", "orchestrator-0", "rollout-0")]
+    assert [action.writer for action in decide(world(*views)) if isinstance(action, Start)] == [
+        "learner-0", "orchestrator-0", "rollout-0",
+    ]  # fmt: skip
+
+
+def test_a_first_start_needs_no_query() -> None:
+    assert decide(world(RoleView("learner-0"), query_ok=False)) == [Start("learner-0", 1, "first start")]
+
+
+def test_a_failed_query_decides_nothing_about_started_roles() -> None:
+    assert decide(world(role("learner-0", jobs=(), missing_queries=99, liveness="dead"), query_ok=False)) == []
+
+
+def test_a_loss_is_recorded_once_then_replaced() -> None:
+    view = role("learner-0", jobs=(ended("learner-0", exit_code=1),), liveness="dead")
+    (lost,) = decide(world(view))
+    assert isinstance(lost, Lost) and lost.costs_retry
+    assert "exit code 1" in lost.detail and "without a completion record" in lost.detail
+    assert decide(world(replace(view, last_end=lost.detail))) == [Start("learner-0", 2, lost.detail)]
+
+
+@pytest.mark.parametrize("writer", ["rollout-0", "grader-0"])
+def test_a_lost_worker_is_retired_by_a_tombstone_so_that_its_samples_move_at_once(writer: str) -> None:
+    view = known_loss(role(writer, jobs=(ended(writer, Cause.INFRASTRUCTURE),)))
+    retire, start = decide(world(view))
+    assert retire == Retire(writer, 2)
+    assert isinstance(start, Start) and start.attempt == 3
+
+
+def test_a_worker_that_never_took_its_lease_needs_no_tombstone() -> None:
+    view = known_loss(role("rollout-0", jobs=(ended("rollout-0"),), newest_lease=0))
+    (start,) = decide(world(view))
+    assert isinstance(start, Start) and start.attempt == 2
+
+
+def test_attempts_rise_above_every_lease() -> None:
+    view = known_loss(role("learner-0", jobs=(ended("learner-0"),), newest_lease=7))
+    (start,) = decide(world(view))
+    assert isinstance(start, Start) and start.attempt == 8
+
+
+@pytest.mark.parametrize(
+    ("cause", "exit_code", "costs"),
+    [
+        (Cause.FAILED, 1, True),
+        (Cause.COMPLETED, 0, True),
+        (Cause.LIMIT, None, True),
+        (Cause.INFRASTRUCTURE, None, False),
+        (Cause.CANCELLED, None, False),
+        (Cause.FAILED, DRAINED_EXIT_CODE, False),
+    ],
+)
+def test_what_costs_a_retry(cause: Cause, exit_code: int | None, costs: bool) -> None:
+    assert costs_retry(ended("learner-0", cause, exit_code=exit_code)) is costs
+
+
+def test_the_budget_is_bounded_and_names_the_last_end() -> None:
+    view = replace(known_loss(role("learner-0", jobs=(ended("learner-0", exit_code=9),))), failures=4)
+    (give_up,) = decide(world(view, max_failures=3))
+    assert isinstance(give_up, GiveUp) and "exit code 9" in give_up.detail
+    assert isinstance(decide(world(replace(view, failures=3), max_failures=3))[0], Start)
+
+
+def test_back_off_delays_a_replacement() -> None:
+    view = replace(known_loss(role("learner-0", jobs=(ended("learner-0"),))), waits_until_s=101.0)
+    assert decide(world(view)) == []
+    assert isinstance(decide(world(view, now_s=101.0))[0], Start)
+
+
+def test_an_intent_without_a_job_is_submitted_again_and_one_with_a_job_is_adopted() -> None:
+    assert decide(world(role("learner-0", submitted=False, jobs=()))) == [Resubmit("learner-0", 1)]
+    assert decide(world(role("learner-0", submitted=False))) == [Adopt("learner-0", 1, "learner-0/1")]
+
+
+def test_unknown_is_no_information() -> None:
+    unknown = role("learner-0", jobs=(job("learner-0", phase=Phase.UNKNOWN),), liveness="unknown")
+    assert decide(world(unknown)) == []
+
+
+def test_a_vanished_job_is_lost_only_after_several_queries_and_without_a_heartbeat() -> None:
+    gone = role("learner-0", jobs=(), missing_queries=MISSING_QUERIES)
+    assert decide(world(gone)) == []
+    assert decide(world(replace(gone, liveness="dead", missing_queries=MISSING_QUERIES - 1))) == []
+    (lost,) = decide(world(replace(gone, liveness="dead")))
+    assert isinstance(lost, Lost) and not lost.costs_retry and "vanished" in lost.detail
+
+
+def test_a_stopped_heartbeat_of_a_running_job_is_a_hang() -> None:
+    hung = role("rollout-0", liveness="dead")
+    (lost,) = decide(world(hung))
+    assert isinstance(lost, Lost) and "heartbeat" in lost.detail
+    retire, start = decide(world(replace(hung, last_end=lost.detail)))
+    assert isinstance(retire, Retire) and isinstance(start, Start)
+
+
+def test_a_dead_heartbeat_of_an_older_lease_says_nothing_about_a_starting_job() -> None:
+    assert decide(world(role("rollout-0", attempt=2, jobs=(job("rollout-0", 2),), liveness="dead", newest_lease=1))) == []
+
+
+def test_a_pending_job_may_wait_for_ever() -> None:
+    assert decide(world(role("rollout-0", jobs=(job("rollout-0", phase=Phase.PENDING),), liveness="dead"))) == []
+
+
+def test_jobs_of_superseded_attempts_are_cancelled() -> None:
+    assert decide(world(role("learner-0"), stale_jobs=("7",))) == [CancelJobs(("7",), "superseded by a newer attempt")]
+
+
+def test_twins_are_left_alone() -> None:
+    twins = role("learner-0", jobs=(ended("learner-0", Cause.COMPLETED, exit_code=0), job("learner-0")))
+    assert decide(world(twins)) == []
+
+
+def test_done_roles_are_not_replaced_and_workers_end_with_the_orchestrator() -> None:
+    done = role("learner-0", done=True, jobs=(ended("learner-0", Cause.COMPLETED),))
+    orchestrator = role("orchestrator-0", done=True, jobs=())
+    worker = role("rollout-0", jobs=(ended("rollout-0"),))
+    assert decide(world(done, orchestrator, worker)) == []
+
+
+def test_the_end_waits_for_leavers_then_cancels_then_closes() -> None:
+    left, there = role("learner-0", done=True, jobs=()), role("rollout-0")
+    assert decide(world(left, there, ended_for_s=1.0, drain_s=5.0)) == []
+    (cancel,) = decide(world(left, there, ended_for_s=5.0, drain_s=5.0))
+    assert isinstance(cancel, CancelJobs) and cancel.job_ids == ("rollout-0/1",)
+    assert decide(world(left, replace(there, jobs=()), ended_for_s=1.0)) == [Close("COMPLETED")]
+
+
+def test_cancel_and_rollback_wind_everything_down() -> None:
+    (cancel,) = decide(world(role("learner-0"), stale_jobs=("9",), cancel_requested=True))
+    assert isinstance(cancel, CancelJobs) and cancel.job_ids == ("learner-0/1", "9")
+    empty = role("learner-0", jobs=())
+    assert decide(world(empty, cancel_requested=True)) == [Close("CANCELLED", "cancelled on request")]
+    assert decide(world(empty, needs_rollback="shard x is gone")) == [Close("NEEDS_ROLLBACK", "shard x is gone")]
+    assert decide(world(empty, cancel_requested=True, query_ok=False)) == []
+
+
+def test_exclusions_expire_and_never_empty_the_partition() -> None:
+    exclusions = Exclusions(exclude_s=10.0, most=2)
+    for now_s, node in enumerate(["n1", "n2", "n3"]):
+        exclusions.add((node,), float(now_s))
+    assert exclusions.current(3.0, usable_nodes=None) == ("n3", "n2")
+    assert exclusions.current(3.0, usable_nodes=2) == ("n3",)
+    assert exclusions.current(3.0, usable_nodes=1) == ()
+    assert exclusions.current(11.5, usable_nodes=9) == ("n3",)
