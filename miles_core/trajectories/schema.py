@@ -16,7 +16,7 @@ FailureKind = Literal["none", "infrastructure", "environment", "model"]
 
 
 class VersionRun(NamedTuple):
-    """Sampled tokens from position `start` (inclusive, index into tokens) on came from version (step, attempt), until the next run."""
+    """From position `start` (index into tokens) on, sampled tokens came from version (step, attempt)."""
 
     start: int
     step: int
@@ -50,7 +50,7 @@ class Trajectory:
     loss_mask: npt.NDArray[np.uint8]
     """[T] 1 on sampled tokens, 0 elsewhere."""
     logprobs: npt.NDArray[np.float32]
-    """[T] log softmax(logits / temperature) in float32 of each sampled token, given all tokens before it; 0 where not sampled."""
+    """[T] log softmax(logits / temperature) in float32 of each sampled token; 0 where not sampled."""
     versions: tuple[VersionRun, ...]
     """Runs over the sampled tokens, by start; empty only if nothing was sampled."""
     turns: tuple[Turn, ...]
