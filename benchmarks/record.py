@@ -1,0 +1,72 @@
+"""Records the quickstart: three seeds and a learning-rate-0 control, on this machine, into benchmarks/quickstart.json.
+
+    make record            about ten minutes on 2 cores
+
+Figures are of single runs, one per seed; nothing is averaged over seeds but what is named as such.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SEEDS = (0, 1, 2)
+
+
+def run(name: str, root: Path, *settings: str) -> dict[str, Any]:
+    """One run of the quickstart; its summary with the wall time of the whole command."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "flows.cli", "run", "chain_sum", "--run-id", name]
+    for setting in settings:
+        command += ["--set", setting]
+    subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(HERE.parent)}, check=True)
+    wall_s = round(time.monotonic() - start, 1)
+    verified = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "verify", f"runs/{name}", "--json"],
+        cwd=root, env=os.environ | {"PYTHONPATH": str(HERE.parent)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    summary: dict[str, Any] = json.loads((root / "runs" / name / "reports" / "summary.json").read_text())
+    overlap = summary["seconds"]["both_busy"] / summary["seconds"]["learner_busy"]
+    return {"name": name, "settings": list(settings), "wall_s": wall_s, "verify_ok": verified.returncode == 0,
+            "both_busy_over_learner_busy": round(overlap, 3), "summary": summary}  # fmt: skip
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return {"cpu": models[0] if models else platform.processor(), "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(), "date": time.strftime("%Y-%m-%d", time.gmtime())}  # fmt: skip
+
+
+def main() -> None:
+    """Runs everything and writes the file; prints a table."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        runs = [run(f"seed{seed}", root, f"seed={seed}") for seed in SEEDS]
+        control = run("control", root, "learner.lr=0")
+    medians = {
+        "reward_last5": statistics.median(item["summary"]["reward"]["last5"] for item in runs),
+        "greedy_after": statistics.median(item["summary"]["eval"]["greedy_after"] for item in runs),
+        "wall_s": statistics.median(item["wall_s"] for item in runs),
+    }
+    result = {"machine": machine(), "recipe": "chain_sum", "runs": runs, "control_lr0": control, "median_of_seeds": medians}
+    (HERE / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{'run':10} {'reward first5 -> last5':24} {'greedy before -> after':24} {'both/learner':12} {'wall s':7} verify")
+    for item in [*runs, control]:
+        reward, evaluation = item["summary"]["reward"], item["summary"]["eval"]
+        print(f"{item['name']:10} {reward['first5']:.3f} -> {reward['last5']:.3f}{'':10} "
+              f"{evaluation['greedy_before']:.3f} -> {evaluation['greedy_after']:.3f}{'':10} "
+              f"{item['both_busy_over_learner_busy']:<12} {item['wall_s']:<7} {item['verify_ok']}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
