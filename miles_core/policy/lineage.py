@@ -1,4 +1,4 @@
-"""StepLog: the accepted steps and published versions of the learner, as every other role sees them (I7).
+"""Lineage: the accepted steps, versions and checkpoints of the learner (I7), as every role sees them.
 
 Step = batch = version. A version (k, attempt) exists if an accepted step record of that attempt does; of several attempts
 that recorded step k the highest counts. Imports no torch: the orchestrator uses it.
@@ -10,11 +10,10 @@ from miles_core.records import CheckpointSaved, Published, StepDone, Version
 from miles_core.store.follow import Delivered, Follower
 
 
-class StepLog:
-    """Folds the learner's journal, through a Follower, into its lineage."""
+class Lineage:
+    """Folds accepted records of the learner's journal."""
 
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
+    def __init__(self) -> None:
         self.steps: dict[int, StepDone] = {}
         """Accepted step record of the highest attempt, by step."""
         self.attempts: dict[int, int] = {}
@@ -22,13 +21,6 @@ class StepLog:
         self.published: dict[Version, Published] = {}
         self.checkpoints: dict[Version, CheckpointSaved] = {}
         self._known: set[Version] = set()
-
-    def poll(self) -> list[Delivered]:
-        """Reads and folds what is new; returns it, too. OSError: poll again."""
-        delivered = self._follower.poll()
-        for item in delivered:
-            self.fold(item)
-        return delivered
 
     def fold(self, item: Delivered) -> None:
         """Takes one accepted record."""
@@ -47,6 +39,11 @@ class StepLog:
         """True if an accepted step record made this version."""
         return version in self._known
 
+    def published_at(self, step: int) -> Published | None:
+        """The published version of a step, of the highest attempt that published it."""
+        found = [version for version in self.published if version.step == step]
+        return self.published[max(found)] if found else None
+
     @property
     def newest_step(self) -> int:
         """Last accepted step; -1 before the base model was loaded."""
@@ -59,3 +56,18 @@ class StepLog:
             return None
         newest = max(self.published, key=lambda version: (version.attempt, version.step))
         return self.published[newest]
+
+
+class StepLog(Lineage):
+    """The lineage as a reader of the learner's journal follows it."""
+
+    def __init__(self, follower: Follower) -> None:
+        super().__init__()
+        self._follower = follower
+
+    def poll(self) -> list[Delivered]:
+        """Reads and folds what is new; returns it, too. OSError: poll again."""
+        delivered = self._follower.poll()
+        for item in delivered:
+            self.fold(item)
+        return delivered
