@@ -61,7 +61,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=2,bf_resolution=1,sched_interval=2,batch_sched_delay=0
+SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=1,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 PreemptType=preempt/partition_prio
@@ -160,9 +160,7 @@ class Layout:
 def slurm_conf(layout: Layout, shape: Shape, user: str) -> str:
     """The text of slurm.conf."""
     nodes = (
-        NODE_LINE.format(
-            name=name, host=shape.host, port=shape.base_port + i, cpus=shape.cpus_per_node, gpus=NUM_GPUS_PER_NODE
-        )
+        NODE_LINE.format(name=name, host=shape.host, port=shape.base_port + i, cpus=shape.cpus_per_node, gpus=NUM_GPUS_PER_NODE)
         for i, name in enumerate(shape.nodes, start=1)
     )
     return SLURM_CONF.format(
@@ -181,14 +179,12 @@ def slurm_conf(layout: Layout, shape: Shape, user: str) -> str:
 
 def gres_conf(layout: Layout, shape: Shape) -> str:
     """The text of gres.conf. slurmd wants a device per GPU and no device twice, which symlinks to /dev/null satisfy."""
-    return (
-        "AutoDetect=off\n"
-        f"NodeName=n[1-{shape.num_nodes}] Name=gpu File={layout.gpu_dir}/gpu[0-{NUM_GPUS_PER_NODE - 1}]\n"
-    )
+    return f"AutoDetect=off\nNodeName=n[1-{shape.num_nodes}] Name=gpu File={layout.gpu_dir}/gpu[0-{NUM_GPUS_PER_NODE - 1}]\n"
 
 
 def cgroup_conf(slurm_version: tuple[int, ...]) -> str:
-    """The text of cgroup.conf. No plugin uses cgroups here; left to itself slurmd looks for systemd and dies without."""
+    """The text of cgroup.conf. Nothing here uses cgroups, but a slurmd that detects them by itself may refuse to start
+    ("Hybrid mode is not supported"); the v1 plugin does not look, and newer versions have a switch."""
     return "CgroupPlugin=disabled\n" if slurm_version >= (24, 5) else "CgroupPlugin=cgroup/v1\n"
 
 
