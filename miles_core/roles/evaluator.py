@@ -1,0 +1,216 @@
+"""The evaluator's main: greedy evaluation of the first and the last version on held-out tasks (seeds 0..n-1, split eval).
+
+It waits at half a second a poll and at low priority, so that it takes nothing from the roles that do the work. A point that
+an earlier attempt recorded is not made again. Ends:
+
+- done after the point of the last step;
+- on a signal, or when no supervisor was seen for orphan_s, it leaves without a completion record;
+- a learner that ended with `needs_rollback` makes no last version; the supervisor closes such a run, and until its signal
+  comes the evaluator waits, for a learner that goes on after a rollback publishes under the same run;
+- a learner that says `completed` while no version of the last step can be seen, or a version that cannot be read or fails
+  its digests or its probe, is an error: a run whose last policy cannot be loaded is not complete.
+
+No grade is never a zero: tasks whose episode broke are tried again, then the role fails and names them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from miles_core.errors import MilesError
+from miles_core.policy.lineage import StepLog
+from miles_core.policy.manifest import PolicyManifest
+from miles_core.policy.reader import check_probe, read_version
+from miles_core.records import Done, EvaluationPoint, Published, Version
+from miles_core.roles.crash import crash_point
+from miles_core.roles.runtime import RoleContext, run_role
+from miles_core.roles.succession import open_journal
+from miles_core.roles.waiting import Watch, gone_after_s
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("miles")
+
+LEARNER = "learner-0"
+POLL_S = 0.5
+LOOK_FOR_DONE_S = 5.0
+SLOTS = 64
+"""Tasks sampled at once; between two such parts the role looks whether it shall leave."""
+TRIES = 3
+NICENESS = 10
+
+
+class Scorer(Protocol):
+    """Answers held-out tasks with one policy version, and grades the answers."""
+
+    def load(self, tensors: dict[str, torch.Tensor], manifest: PolicyManifest) -> None:
+        """Takes a version's weights and checks its probe. Raises DigestMismatch."""
+        ...
+
+    def score(self, seeds: Sequence[int]) -> list[float | None]:
+        """The greedy answer's reward in [0, 1] for each task of the eval split; None when the episode broke."""
+        ...
+
+
+class GreedyScorer:
+    """A Scorer over the torch engine, the recipe's environment and its exact verifier."""
+
+    def __init__(self, context: RoleContext) -> None:
+        import torch
+        from transformers import AutoTokenizer
+
+        from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
+        from miles_core.grading.rules import make_verifier
+        from miles_core.rollout.session import ChatRenderer
+        from miles_core.rollout.torch_engine import TorchEngine
+
+        recipe, folder = context.recipe, context.paths.base_model
+        self._spec = recipe.environment
+        self._environment = ReasoningGymEnvironment(self._spec)
+        self._verifier = make_verifier(self._spec)
+        self._renderer = ChatRenderer(AutoTokenizer.from_pretrained(folder))
+        self._engine = TorchEngine.from_folder(
+            folder, dtype=recipe.model.dtype, end_id=self._renderer.end_id, slots=min(SLOTS, recipe.evaluation.problems),
+            max_tokens=self._spec.max_tokens, version=Version(-1, 0), device="cuda" if torch.cuda.is_available() else "cpu",
+        )  # fmt: skip
+
+    def load(self, tensors: dict[str, torch.Tensor], manifest: PolicyManifest) -> None:
+        """Takes a version's weights and checks its probe. Raises DigestMismatch."""
+        self._engine.load_weights(tensors, manifest.version)
+        check_probe(manifest, self._engine.logprobs([list(prompt) for prompt in manifest.probe.prompts]))
+
+    def score(self, seeds: Sequence[int]) -> list[float | None]:
+        """The greedy answer's reward in [0, 1] for each task of the eval split; None when the episode broke."""
+        from miles_core.rollout.sampler import sample_many
+
+        rows = sample_many(self._engine, self._environment, self._renderer, self._spec, seeds, split="eval", temperature=0.0)
+        return [None if row.status == "failed" else self._verifier.value(row.task_seed, row.facts) for row in rows]
+
+
+class Evaluator:
+    """One attempt of the evaluator."""
+
+    def __init__(self, context: RoleContext, make_scorer: Callable[[], Scorer]) -> None:
+        self._context, self._make_scorer = context, make_scorer
+        self._scorer: Scorer | None = None
+        self._learner = StepLog(context.follow(LEARNER))
+
+    def run(self) -> None:
+        """Records both points, then the completion record; returns early when asked to leave. Raises MilesError, LeaseLost."""
+        journal, accepted = open_journal(self._context)
+        recorded = {item.record.version.step for item in accepted if isinstance(item.record, EvaluationPoint)}
+        for step in (0, self._context.recipe.steps):
+            if step in recorded:
+                continue
+            published = self._wait_for(step)
+            point = None if published is None else self._evaluate(published)
+            if point is None:
+                log.info("leaving before the point of step %d", step)
+                return
+            journal.write(point)
+            self._context.progress += 1
+            crash_point("evaluator", "after_point", step, self._context.attempt)
+        self._context.finish(journal, "completed")
+
+    def _wait_for(self, step: int) -> Published | None:
+        """The published version of a step; None when this role shall leave."""
+        self._context.state = f"waiting: version {step}"
+        watch = Watch(self._context, f"policy version {step}", max(POLL_S, self._context.timing.poll_s))
+        looked = self._context.clock()
+        done_since: float | None = None
+        while not self._context.leave.is_set():
+            self._poll()
+            published = self._learner.published_at(step)
+            if published is not None:
+                return published
+            if self._context.clock() - looked >= LOOK_FOR_DONE_S:
+                looked = self._context.clock()
+                done_since = self._check_not_over(step, done_since)
+            watch.pause()
+        return None
+
+    def _poll(self) -> None:
+        try:
+            self._learner.poll()
+        except OSError as error:
+            log.warning("learner's journal not read: %s", error)
+
+    def _check_not_over(self, step: int, done_since: float | None) -> float | None:
+        """Raises MilesError when the learner completed and its last version stays out of sight."""
+        try:
+            done = Done.model_validate_json(self._context.fs.read(self._context.paths.done(LEARNER)))
+        except OSError:
+            return None
+        current = done.attempt == self._context.leases.newest(LEARNER)
+        if done.outcome != "completed" or not current:
+            return None
+        now = self._context.clock()
+        since = now if done_since is None else done_since
+        if now - since >= gone_after_s(self._context):
+            raise MilesError(
+                f"the learner (attempt {done.attempt}) is done, but its accepted journal holds no published version of step "
+                f"{step}; run `miles verify`"
+            )
+        return since
+
+    def _evaluate(self, published: Published) -> EvaluationPoint | None:
+        """The point of a version; None when this role shall leave. Raises MilesError."""
+        version, problems = published.version, self._context.recipe.evaluation.problems
+        self._context.state = f"evaluating: version {version.step}"
+        started = self._context.clock()
+        tensors, manifest = read_version(
+            self._context.paths, self._context.run.run_id, published, fs=self._context.fs,
+            deadline_s=gone_after_s(self._context), clock=self._context.clock, sleep=self._context.sleep,
+        )  # fmt: skip
+        if self._scorer is None:
+            self._scorer = self._make_scorer()
+        self._scorer.load(tensors, manifest)
+        self._context.version = version
+        values = self._score_all(self._scorer, range(problems))
+        if values is None:
+            return None
+        point = EvaluationPoint(
+            version=version,
+            weights_digest=published.weights_digest,
+            num_problems=problems,
+            greedy_score=sum(values) / problems,
+            seconds=round(self._context.clock() - started, 3),
+        )
+        self._context.metrics.log("evaluation", step=version.step, greedy_score=point.greedy_score, seconds=point.seconds)
+        log.info("version %s: greedy score %.4f on %d problems", tuple(version), point.greedy_score, problems)
+        return point
+
+    def _score_all(self, scorer: Scorer, seeds: Sequence[int]) -> list[float] | None:
+        """One value a seed, part by part; tasks without a grade are tried again. None when this role shall leave."""
+        values: dict[int, float] = {}
+        for _ in range(TRIES):
+            missing = [seed for seed in seeds if seed not in values]
+            for start in range(0, len(missing), SLOTS):
+                if self._context.leave.is_set():
+                    return None
+                part = missing[start : start + SLOTS]
+                answers = zip(part, scorer.score(part), strict=True)
+                values |= {seed: value for seed, value in answers if value is not None}
+                self._context.progress += len(part)
+        missing = [seed for seed in seeds if seed not in values]
+        if missing:
+            raise MilesError(
+                f"{len(missing)} of {len(seeds)} evaluation tasks broke {TRIES} times, first seeds {missing[:5]}: no grade is "
+                f"never a zero; look for `episode` in this role's log, or raise environment.tool_deadline_s"
+            )
+        return [values[seed] for seed in seeds]
+
+
+def main(context: RoleContext) -> None:
+    """Evaluates the run; torch is imported when the first version is there."""
+    os.nice(NICENESS)
+    Evaluator(context, lambda: GreedyScorer(context)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("evaluator", main))
