@@ -1,0 +1,51 @@
+"""python -m miles_core.roles.rollout --run-dir D --replica I --attempt N: one attempt of one rollout replica."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from miles_core.recipe import RolloutPool
+from miles_core.records import Version
+from miles_core.roles.runtime import RoleContext, run_role
+from miles_core.run import rollout_writers
+
+NOT_LOADED = Version(-1, 0)
+"""The engine's version until a published one has passed its probe; nothing is sampled with it."""
+
+
+def pool_of(context: RoleContext) -> RolloutPool:
+    """The pool that this replica belongs to. KeyError for a replica that the recipe does not have."""
+    name = dict(rollout_writers(context.recipe))[context.writer]
+    return next(pool for pool in context.recipe.rollout.pools if pool.name == name)
+
+
+def main(context: RoleContext) -> None:
+    """Opens the journal first, so that this attempt is seen while torch and the model load."""
+    journal = context.journal()
+
+    import torch
+    from transformers import AutoTokenizer
+
+    from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
+    from miles_core.rollout.sampler import Sampler
+    from miles_core.rollout.session import ChatRenderer
+    from miles_core.rollout.torch_engine import TorchEngine
+    from miles_core.rollout.worker import RolloutWorker
+
+    recipe, folder = context.recipe, context.paths.base_model
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(folder))
+    engine = TorchEngine.from_folder(
+        folder, dtype=recipe.model.dtype, end_id=renderer.end_id, slots=pool_of(context).slots,
+        max_tokens=recipe.environment.max_tokens, version=NOT_LOADED,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )  # fmt: skip
+    sampler = Sampler(
+        engine, ReasoningGymEnvironment(recipe.environment), renderer, recipe.environment,
+        producer=context.writer, attempt=context.attempt,
+    )  # fmt: skip
+    asyncio.run(RolloutWorker(context, journal, engine, sampler).run())
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("rollout", main))
