@@ -1,0 +1,29 @@
+"""The environment that every scheduler gives to a role, and what must not leak into one.
+
+A variable of the submitting shell or job changes the meaning of a Slurm command (SBATCH_PARTITION, SQUEUE_FORMAT) or of a
+role (SLURM_CPU_BIND pins all ranks to few cores, SLURM_JOB_ID names the wrong job). So all of Slurm's are dropped, but for
+those that say where the cluster is and who we are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cluster.scheduler import JobSpec
+
+SCRUBBED_PREFIXES = (
+    "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SINFO_", "SCONTROL_", "SACCT_",
+    "PMIX_", "PMI_", "PMI2_",
+)  # fmt: skip
+KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+
+
+def without_slurm(base: Mapping[str, str]) -> dict[str, str]:
+    """A copy of `base` without the variables of an enclosing job or of someone's Slurm defaults."""
+    return {name: value for name, value in base.items() if name in KEPT or not name.startswith(SCRUBBED_PREFIXES)}
+
+
+def role_env(spec: JobSpec) -> dict[str, str]:
+    """Variables set for one job; `spec.env` wins."""
+    threads = str(spec.resources.cpus)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **spec.env}

@@ -1,0 +1,19 @@
+"""The scheduler that a cluster profile names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.local.scheduler import LocalScheduler
+from cluster.profile import ClusterProfile
+from cluster.scheduler import Scheduler
+
+
+def make_scheduler(profile: ClusterProfile, run_dir: Path) -> Scheduler:
+    """The scheduler for one run; `run_dir` need not exist yet. Raises SchedulerError if its Slurm is not there."""
+    if profile.kind == "local":
+        return LocalScheduler(run_dir)
+    # Only here: submitit is not imported for a run on this machine.
+    from cluster.slurm.client import slurm_for
+
+    return slurm_for(profile)
