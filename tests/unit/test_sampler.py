@@ -228,10 +228,20 @@ async def test_what_ended_an_episode_is_told_apart() -> None:
             3: FakeEpisode(flood),
             4: FakeEpisode(answer_twice, question="1" * 60),
             5: EpisodeFailed("no such task", "environment"),
+            7: FakeEpisode(answer_twice, question="1" * 50),
         }
     )
     rambling = "1 " * 5 + "<|user|><tool_call>"
-    script = {"0/0": [rambling], "1/0": ["1"], "2/0": ["1"], "3/0": ["1"], "4/0": [], "5/0": [], "6/0": ["1" * 30]}
+    script = {
+        "0/0": [rambling],
+        "1/0": ["1"],
+        "2/0": ["1"],
+        "3/0": ["1"],
+        "4/0": [],
+        "5/0": [],
+        "6/0": ["1" * 30],
+        "7/0": ["1" * 30],
+    }
     sampler = sampler_of(ScriptedEngine(script, slots=8), environment)
     for key in script:
         sampler.submit(request(key, task_seed=int(key[0])))
@@ -244,13 +254,15 @@ async def test_what_ended_an_episode_is_told_apart() -> None:
         "4": ("failed", "environment"),
         "5": ("failed", "environment"),
         "6": ("truncated", "none"),
+        "7": ("truncated", "none"),
     }
     assert rows["0/0"].facts["contents"] == [rambling]
     assert rows["1/0"].facts["error"] == "sandbox gone" and rows["5/0"].facts["error"] == "no such task"
     assert "max_tokens=60" in rows["3/0"].facts["error"] and "max_tokens=60" in rows["4/0"].facts["error"]
     assert len(rows["5/0"].tokens) == len(rows["4/0"].tokens) == 0
     assert rows["6/0"].num_sampled == SPEC.max_new_tokens and rows["6/0"].facts["contents"] == []
-    assert [episode.closed for episode in environment.episodes] == [1] * 6 and sampler.free_slots == 8
+    assert len(rows["7/0"].tokens) == SPEC.max_tokens
+    assert [episode.closed for episode in environment.episodes] == [1] * 7 and sampler.free_slots == 8
 
 
 @dataclass

@@ -202,6 +202,17 @@ def test_reading_long_prompts_never_stalls_a_decoding_row() -> None:
     assert history.worst({V0: tiny_model()}) < EXACT
 
 
+def test_a_prompt_longer_than_the_budget_of_a_step_is_read_whole() -> None:
+    model = tiny_model(max_position_embeddings=1024)
+    engine = TorchEngine(model, end_id=-1, slots=2, max_tokens=700, version=V0)
+    history = History(engine)
+    history.ask("long", tuple(range(10, 300)) * 2, 1)
+    assert len(history.tokens["long"]) > PREFILL_TOKENS_PER_STEP
+    (turn,) = engine.step()
+    history.take(turn)
+    assert history.worst({V0: tiny_model(max_position_embeddings=1024)}) < EXACT
+
+
 def test_a_turn_ends_at_its_limit_at_the_end_of_the_context_and_at_the_end_token() -> None:
     engine = engine_of(max_tokens=16, end_id=-1)
     engine.add(Request("limit", (8, 9), 3, 1.0, 0))
@@ -270,7 +281,7 @@ def test_one_name_of_tied_weights_is_enough(dropped: tuple[str, ...]) -> None:
 
 
 def test_an_engine_recovers_from_weights_that_give_nothing_finite() -> None:
-    engine = engine_of(slots=1)
+    engine = engine_of(slots=2)
     good = {name: tensor.clone() for name, tensor in tiny_model().named_parameters()}
     engine.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}, V1)
     engine.add(Request("a", (8, 9, 10, 11, 12), 4, 1.0, 0))
@@ -279,7 +290,9 @@ def test_an_engine_recovers_from_weights_that_give_nothing_finite() -> None:
     engine.release("a")
     engine.load_weights(good, V2)
     history = History(engine)
+    # "b" takes the slot "a" left; beside a longer row, the keys "a" left behind are in its sight, if masked.
     history.ask("b", (8, 9), 6)
+    history.ask("c", (8,) * 12, 6)
     while engine.running:
         for turn in engine.step():
             history.take(turn)
