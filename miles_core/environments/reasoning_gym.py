@@ -28,6 +28,16 @@ UNREPRODUCIBLE = frozenset({"isomorphic_strings", "list_functions", "polynomial_
 """Families whose questions follow Python's per-process string hash: two processes disagree on a seed (version 0.1.25)."""
 
 
+def question_digest(question: str) -> str:
+    """md5 of a question, hex."""
+    return hashlib.md5(question.encode(), usedforsecurity=False).hexdigest()
+
+
+def in_eval_split(digest: str) -> bool:
+    """Whether the question of a digest is held out. Whoever makes training data by another way asks here as well."""
+    return int(digest, 16) % EVAL_SHARE == 0
+
+
 @dataclass(frozen=True)
 class Task:
     """One drawn entry. `dataset` is the library object that judges answers to it."""
@@ -36,7 +46,7 @@ class Task:
     entry: dict[str, Any]
     dataset: Any
     digest: str
-    """md5 of the question, hex: it decides the split, and lets a grader prove that it judges the same question."""
+    """Of the question: it decides the split, and lets a grader prove that it judges the same question."""
 
 
 class TaskSource:
@@ -103,8 +113,7 @@ class TaskSource:
             hashed = hashlib.blake2b(f"{seed}/{tries}".encode(), digest_size=4).digest()
             # 31 bits: some families hand the seed to numpy, which takes no more than 32.
             task = self._entry(int.from_bytes(hashed) >> 1)
-            in_eval = int(task.digest[:8], 16) % EVAL_SHARE == 0
-            if in_eval == (split == "eval"):
+            if in_eval_split(task.digest) == (split == "eval"):
                 return task
         raise EpisodeFailed(
             f"reasoning-gym {self.family} {self.options}: no question of split {split!r} in {MAX_TRIES} draws for seed {seed}; "
@@ -116,8 +125,7 @@ class TaskSource:
         dataset = self._shared if self._reseeds else self._make(library_seed)
         dataset.seed = library_seed
         entry = dataset[0]
-        question = entry["question"]
-        return Task(question, entry, dataset, hashlib.md5(question.encode(), usedforsecurity=False).hexdigest())
+        return Task(entry["question"], entry, dataset, question_digest(entry["question"]))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import operator
 from typing import Any
 
@@ -57,6 +58,9 @@ def test_splits_share_no_question_although_the_family_is_small() -> None:
     # 200 questions in all, so that both splits would meet if the seed alone decided.
     assert len(questions["train"]) > 100 and len(questions["eval"]) > 25
     assert not questions["train"] & questions["eval"]
+    for split, drawn in questions.items():
+        held_out = {int(hashlib.md5(question.encode()).hexdigest(), 16) % 4 == 0 for question in drawn}
+        assert held_out == {split == "eval"}, "the rule that warm-up data follow too"
 
 
 def test_a_split_without_questions_ends_with_an_explanation() -> None:
