@@ -6,7 +6,7 @@ sizes and digests, then the journal record that announces it; readers believe on
 
 from __future__ import annotations
 
-import os
+import logging
 import secrets
 from collections.abc import Callable
 from enum import Enum
@@ -16,6 +16,8 @@ import xxhash
 
 from miles_core.errors import DigestMismatch
 from miles_core.store.fs import FileSystem
+
+log = logging.getLogger("miles")
 
 TEMP_PREFIX = ".tmp."
 
@@ -51,8 +53,11 @@ def temp_path(path: Path) -> Path:
 def publish_file(
     fs: FileSystem, path: Path, write: Callable[[Path], None], durability: Durability = Durability.SYNCED
 ) -> None:
-    """Lets `write` fill a temporary file, then renames it to `path`. The temporary file is gone after a failure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Lets `write` fill a temporary file, then renames it to `path`.
+
+    After an OSError the object is whole under its name or not there at all; publishing it again is right in both cases.
+    """
+    fs.mkdir(path.parent)
     temp = temp_path(path)
     try:
         write(temp)
@@ -62,7 +67,7 @@ def publish_file(
         if durability is Durability.SYNCED:
             fs.sync(path.parent)
     finally:
-        temp.unlink(missing_ok=True)
+        _discard(fs, temp)
 
 
 def publish_bytes(fs: FileSystem, path: Path, data: bytes, durability: Durability = Durability.SYNCED) -> None:
@@ -71,8 +76,11 @@ def publish_bytes(fs: FileSystem, path: Path, data: bytes, durability: Durabilit
 
 
 def publish_exclusive(fs: FileSystem, path: Path, data: bytes) -> bool:
-    """Creates `path` with `data` unless it exists; True if this call made it, also when the filesystem reports its own success as EEXIST."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Creates `path` with `data` unless it exists; True if this call made it, also where that was reported as EEXIST.
+
+    After an OSError nobody knows; `data` that is unlike anybody else's (a nonce) lets the caller read who made it.
+    """
+    fs.mkdir(path.parent)
     temp = temp_path(path)
     try:
         fs.append(temp, data)
@@ -80,11 +88,22 @@ def publish_exclusive(fs: FileSystem, path: Path, data: bytes) -> bool:
         try:
             fs.link(temp, path)
         except FileExistsError:
-            return os.stat(temp).st_nlink == 2
+            # An NFS client that repeats a link whose answer was lost sees its own link. A link count may be cached, an inode
+            # number never changes.
+            if not fs.is_same_file(temp, path):
+                return False
         fs.sync(path.parent)
         return True
     finally:
-        temp.unlink(missing_ok=True)
+        _discard(fs, temp)
+
+
+def _discard(fs: FileSystem, temp: Path) -> None:
+    """Removes a temporary file. Nobody believes its name, so one that stays behind costs space only."""
+    try:
+        fs.unlink(temp)
+    except OSError as error:
+        log.warning("%s stays behind: %s", temp, error)
 
 
 def check_file(path: Path, size_bytes: int, digest: str) -> None:
