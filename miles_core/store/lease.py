@@ -9,12 +9,15 @@ clock over their own successful readings; nobody compares clocks or mtimes betwe
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+
+from pydantic import ValidationError
 
 from miles_core.errors import LeaseLost, RunDirectoryError
 from miles_core.recipe import Closed
@@ -24,6 +27,15 @@ from miles_core.store.publish import publish_exclusive
 
 _LEASE = re.compile(r"(?P<writer>[a-z_]+-\d+)\.a(?P<attempt>\d+)")
 _HEARTBEAT_BYTES = 1024
+_PAYLOAD_BYTES = _HEARTBEAT_BYTES - len(encode_frame(b""))
+_STATE_CHARACTERS = 160
+
+RENEWALS_PER_LEASE = 8
+"""A holder rewrites its heartbeat this often in lease_s."""
+_LONG_GAP = 1 / 3
+"""A pause of the observer longer than this part of lease_s starts its count again. A living holder is then never silent for
+lease_s: its bytes come at most 1/3 late (lease_s >= 3 x visibility_s), a shorter pause hides 1/3, and one renewal each before
+and behind that pause are 2/8: together 11/12."""
 
 
 class Lease(Closed):
@@ -58,31 +70,30 @@ class Heartbeat(Closed):
 
 
 class LeaseFolder:
-    """Leases of one run."""
+    """Leases of one run, as one observer saw them. A lease once seen stays seen, whatever a later listing shows."""
 
     def __init__(self, fs: FileSystem, folder: Path, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._fs, self._folder, self._run_id, self._clock = fs, folder, run_id, clock
+        self._names: set[str] = set()
         self._attempts: dict[str, list[int]] = {}
         self._first_seen: dict[tuple[str, int], float] = {}
 
     def refresh(self) -> None:
         """One listing of all leases. OSError when it fails: then the old view holds and says nothing new."""
-        found: dict[str, list[int]] = {}
-        for match in filter(None, map(_LEASE.fullmatch, self._fs.listdir(self._folder))):
-            found.setdefault(match["writer"], []).append(int(match["attempt"]))
+        new = set(self._fs.listdir(self._folder)) - self._names
         now = self._clock()
-        for writer, attempts in found.items():
-            attempts.sort()
-            for attempt in attempts:
-                self._first_seen.setdefault((writer, attempt), now)
-        self._attempts = found
+        for match in filter(None, map(_LEASE.fullmatch, new)):
+            writer, attempt = match["writer"], int(match["attempt"])
+            self._names.add(match.string)
+            self._first_seen[writer, attempt] = now
+            self._attempts[writer] = sorted([*self._attempts.get(writer, []), attempt])
 
     def newest(self, writer: str) -> int:
-        """Highest attempt seen at the last refresh; 0 if none."""
+        """Highest attempt seen so far; 0 if none."""
         return self._attempts.get(writer, [0])[-1]
 
     def attempts(self, writer: str) -> list[int]:
-        """All attempts seen at the last refresh, ascending."""
+        """All attempts seen so far, ascending."""
         return list(self._attempts.get(writer, []))
 
     def seen_for_s(self, writer: str, attempt: int) -> float:
@@ -90,9 +101,17 @@ class LeaseFolder:
         first = self._first_seen.get((writer, attempt))
         return 0.0 if first is None else self._clock() - first
 
+    def superseded_for_s(self, writer: str, attempt: int) -> float:
+        """Seconds since this observer first saw any higher lease, by its own clock."""
+        return max((self.seen_for_s(writer, other) for other in self.attempts(writer) if other > attempt), default=0.0)
+
     def read(self, writer: str, attempt: int) -> Lease:
-        """Content of a lease."""
-        return Lease.model_validate_json(self._fs.read(self._path(writer, attempt)))
+        """Content of a lease. OSError also while it is not whole (its name came before its bytes, or never any bytes)."""
+        path = self._path(writer, attempt)
+        try:
+            return Lease.model_validate_json(self._fs.read(path))
+        except ValidationError as error:
+            raise OSError(errno.EAGAIN, "the lease is not whole (yet)", str(path)) from error
 
     def acquire(self, writer: str, attempt: int, token: str, *, host: str = "", pid: int = 0, job_id: str = "") -> Lease:
         """Takes the lease of one attempt. Raises LeaseLost: `twin` (another process holds it) or `superseded`."""
@@ -100,19 +119,28 @@ class LeaseFolder:
             run_id=self._run_id, writer=writer, attempt=attempt, token=token, nonce=secrets.token_hex(8),
             host=host, pid=pid, job_id=job_id,
         )  # fmt: skip
-        path = self._path(writer, attempt)
-        if not publish_exclusive(self._fs, path, lease.model_dump_json().encode()):
-            other = self.read(writer, attempt)
-            if other.run_id != self._run_id:
-                raise RunDirectoryError(f"{path} belongs to run {other.run_id}, this is run {self._run_id}")
-            if other.nonce != lease.nonce:
-                raise LeaseLost(
-                    f"{writer} attempt {attempt} is already held by job {other.job_id or '?'} (pid {other.pid} on "
-                    f"{other.host or '?'}): this one is its twin and leaves",
-                    why="twin",
-                )
+        if not publish_exclusive(self._fs, self._path(writer, attempt), lease.model_dump_json().encode()):
+            self._check_mine(lease)
         self.check(writer, attempt)
         return lease
+
+    def _check_mine(self, mine: Lease) -> None:
+        """Raises unless the lease that exists was made by this very process."""
+        path = self._path(mine.writer, mine.attempt)
+        try:
+            other = self.read(mine.writer, mine.attempt)
+        except OSError as error:
+            raise LeaseLost(f"{path} is another process's and cannot be read ({error}): leaving", why="twin") from error
+        if other.run_id != self._run_id:
+            raise RunDirectoryError(f"{path} belongs to run {other.run_id}, this is run {self._run_id}")
+        if other.kind == "tombstone":
+            raise LeaseLost(f"{mine.writer} was retired up to attempt {mine.attempt}: leaving", why="superseded")
+        if other.nonce != mine.nonce:
+            raise LeaseLost(
+                f"{mine.writer} attempt {mine.attempt} is already held by job {other.job_id or '?'} (pid {other.pid} on "
+                f"{other.host or '?'}): this one is its twin and leaves",
+                why="twin",
+            )
 
     def check(self, writer: str, attempt: int) -> None:
         """Re-reads the leases; raises LeaseLost when a higher attempt exists."""
@@ -138,16 +166,17 @@ def heartbeat_path(folder: Path, writer: str, attempt: int) -> Path:
 
 
 def write_heartbeat(fs: FileSystem, folder: Path, heartbeat: Heartbeat) -> None:
-    """Rewrites a heartbeat in place: one framed line of fixed length, so a torn one is seen as such."""
-    payload = heartbeat.model_dump_json().encode()
-    padding = _HEARTBEAT_BYTES - len(encode_frame(payload))
-    fs.overwrite(heartbeat_path(folder, heartbeat.writer, heartbeat.attempt), encode_frame(payload + b" " * padding))
+    """Rewrites a heartbeat in place: one framed line of fixed length, so a torn one is seen as such; clips a long state."""
+    # Unprintable: what JSON writes as six bytes (control characters) or refuses (undecodable bytes of a file name).
+    state = "".join(character if character.isprintable() else "?" for character in heartbeat.state[:_STATE_CHARACTERS])
+    payload = heartbeat.model_copy(update={"state": state}).model_dump_json().encode()
+    fs.overwrite(heartbeat_path(folder, heartbeat.writer, heartbeat.attempt), encode_frame(payload.ljust(_PAYLOAD_BYTES)))
 
 
 def read_heartbeat(fs: FileSystem, folder: Path, writer: str, attempt: int) -> Heartbeat | None:
-    """The newest heartbeat, or None when there is none yet or it is torn (no successful reading)."""
+    """The newest heartbeat, or None when there is none yet or it is torn. OSError: no reading."""
     try:
-        decoded = decode_frame(fs.read(heartbeat_path(folder, writer, attempt)))
+        decoded = decode_frame(fs.read(heartbeat_path(folder, writer, attempt), 0, _HEARTBEAT_BYTES))
     except FileNotFoundError:
         return None
     return None if decoded is None else Heartbeat.model_validate_json(decoded[0])
@@ -159,8 +188,9 @@ Liveness = Literal["unknown", "alive", "dead"]
 class LivenessJudge:
     """Judges holders by changes of their counters, over this observer's own successful readings (I4).
 
-    `observe` is called at every poll. A pause between two of the observer's polls that is long against lease_s (it was
-    stopped, or its filesystem hung) starts the count again, so a stall of everything kills nobody.
+    `observe` is called at every poll, several times in lease_s / 3. A longer pause between two successful readings (the
+    observer was stopped, its filesystem hung) starts the count again, so a stall of everything kills nobody; an observer that
+    looks more rarely than that never judges anybody dead.
     """
 
     def __init__(self, fs: FileSystem, folder: Path, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -179,12 +209,13 @@ class LivenessJudge:
         now = self._clock()
         gap = now - self._last_success.get(key, now)
         self._last_success[key] = now
-        counter = -1 if heartbeat is None else heartbeat.counter
-        known = self._changed.get(key)
-        if known is None or counter != known[0] or gap > self._lease_s / 3:
-            self._changed[key] = (counter, now)
         if heartbeat is not None:
             self._last[key] = heartbeat
+        # A torn or missing one after a whole one is no change: a holder that died while it wrote must count as silent.
+        counter = self._last[key].counter if key in self._last else -1
+        known = self._changed.get(key)
+        if known is None or counter != known[0] or gap > self._lease_s * _LONG_GAP:
+            self._changed[key] = (counter, now)
         return self.last_verdict(key)
 
     def last_verdict(self, key: tuple[str, int]) -> Liveness:
@@ -207,7 +238,7 @@ class LivenessJudge:
 
     def forget(self, writer: str, attempt: int) -> None:
         """Drops what is known of an attempt that no longer matters."""
-        for table in (self._changed, self._last_success, self._last):
-            table.pop((writer, attempt), None)  # type: ignore[attr-defined]
-
-
+        key = (writer, attempt)
+        self._changed.pop(key, None)
+        self._last_success.pop(key, None)
+        self._last.pop(key, None)
