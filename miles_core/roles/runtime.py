@@ -4,7 +4,8 @@ A role starts from `--run-dir D --replica I --attempt N` and nothing else; it re
 state it was submitted with. Exit codes: 0 done, or left as twin or superseded, or drained on a signal; 1 an error of ours
 (traceback in the log); 2.. the exit code of a MilesError.
 
-A holder that cannot renew its lease stops publishing, not living (I4): `before_write` re-reads the leases after every gap.
+A holder that cannot renew its lease stops publishing, not living (I4): `before_write` re-reads the leases after every gap, and
+no error of the filesystem ends the heartbeat.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from miles_core.run import RunConfig, read_run
 from miles_core.store.follow import Follower, Reading, cut_predecessors
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
-from miles_core.store.lease import Heartbeat, LeaseFolder, LivenessJudge, write_heartbeat
+from miles_core.store.lease import RENEWALS_PER_LEASE, Heartbeat, LeaseFolder, LivenessJudge, write_heartbeat
 from miles_core.store.publish import publish_bytes
 from miles_core.tracking.metrics import MetricShard
 
@@ -56,7 +57,7 @@ class RoleContext:
         self.fs = fs or FileSystem()
         self.clock, self.sleep, self.job_id = clock, sleep, job_id
         self.leases = LeaseFolder(self.fs, paths.leases, run.run_id, clock)
-        self.reading = Reading(self.fs, self.leases, run.timing.visibility_s, clock)
+        self.reading = Reading(self.fs, self.leases, run.timing.visibility_s, clock, sleep)
         self.metrics = MetricShard(paths.metrics(writer, attempt))
         self.leave = threading.Event()
         """Set by TERM and USR2: seal, save, leave."""
@@ -64,7 +65,8 @@ class RoleContext:
         self.version: Version | None = None
         self._counter = 0
         self._renewed_at = clock()
-        self._must_check = False
+        self._gap_at = self._checked_at = self._renewed_at
+        self._lost: LeaseLost | None = None
         self._stop_beating = threading.Event()
         self._beater: threading.Thread | None = None
         self._supervisor = LivenessJudge(self.fs, paths.heartbeats, run.timing.orphan_s, clock)
@@ -74,8 +76,8 @@ class RoleContext:
         self.leases.acquire(
             self.writer, self.attempt, self.token, host=socket.gethostname(), pid=os.getpid(), job_id=self.job_id
         )
-        self.paths.heartbeats.mkdir(parents=True, exist_ok=True)
-        self.beat()
+        self.fs.mkdir(self.paths.heartbeats)
+        self._try_to_beat()
         self._beater = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
         self._beater.start()
 
@@ -92,17 +94,25 @@ class RoleContext:
             writer=self.writer, attempt=self.attempt, counter=self._counter, state=self.state,
             progress=self.progress, load=self.load, version=self.version,
         )  # fmt: skip
-        if self.clock() - self._renewed_at > self.timing.lease_s / 2:
-            self._must_check = True
         write_heartbeat(self.fs, self.paths.heartbeats, heartbeat)
-        self._renewed_at = self.clock()
+        now = self.clock()
+        # Measured behind the write, which may itself have hung. The gap is noted before the renewal that hides it: the other
+        # thread reads them in the opposite order.
+        if self._is_gap(now):
+            self._gap_at = now
+        self._renewed_at = now
 
     def before_write(self) -> None:
-        """Called before every publish: after a gap in renewal it re-reads the leases. Raises LeaseLost."""
-        gap = self.clock() - self._renewed_at > self.timing.lease_s / 2
-        if gap or self._must_check:
+        """Called before every publish: after a gap in renewal it re-reads the leases. Raises LeaseLost; OSError: not now."""
+        if self._lost is not None:
+            raise self._lost
+        begun = self.clock()
+        if self._is_gap(begun) or self._gap_at > self._checked_at:
             self.leases.check(self.writer, self.attempt)
-            self._must_check = False
+            self._checked_at = begun
+
+    def _is_gap(self, now: float) -> bool:
+        return now - self._renewed_at > self.timing.lease_s / 2
 
     def journal(self) -> JournalWriter:
         """Opens this attempt's journal (its header is written at once, I2)."""
@@ -121,12 +131,18 @@ class RoleContext:
         return Follower(self.reading, self.paths.journal(writer), writer)
 
     def pause(self) -> None:
-        """Sleeps one poll; leaves (LeaseLost) when superseded or orphaned."""
+        """Sleeps one poll. Raises LeaseLost when the heartbeat found a higher attempt."""
         self.sleep(self.timing.poll_s)
+        if self._lost is not None:
+            raise self._lost
 
     def check_orphaned(self) -> bool:
-        """True when no supervisor was seen alive for orphan_s; call it rarely."""
-        self.leases.refresh()
+        """True when no supervisor was seen alive for orphan_s; call it rarely, but at least three times in orphan_s."""
+        try:
+            self.leases.refresh()
+        except OSError as error:
+            log.warning("leases not listed, so nothing is known of the supervisor: %s", error)
+            return False
         attempt = self.leases.newest("supervisor-0")
         return attempt > 0 and self._supervisor.observe("supervisor-0", attempt) == "dead"
 
@@ -140,16 +156,24 @@ class RoleContext:
         publish_bytes(self.fs, self.paths.done(self.writer), done.model_dump_json().encode())
 
     def _beat_forever(self) -> None:
-        interval = self.timing.lease_s / 8
+        interval = self.timing.lease_s / RENEWALS_PER_LEASE
         next_check = self.clock() + self.timing.lease_s
-        while not self._stop_beating.wait(interval):
-            try:
-                self.beat()
+        try:
+            while not self._stop_beating.wait(interval):
+                self._try_to_beat()
                 if self.clock() >= next_check:
                     next_check = self.clock() + self.timing.lease_s
                     self.leases_check_in_background()
-            except OSError as error:
-                log.warning("heartbeat not renewed: %s", error)
+        finally:
+            # Whatever else ends this thread is a fault of ours: without a heartbeat the role is replaced, so it leaves.
+            if not self._stop_beating.is_set():
+                self.leave.set()
+
+    def _try_to_beat(self) -> None:
+        try:
+            self.beat()
+        except OSError as error:
+            log.warning("heartbeat not renewed: %s", error)
 
     def leases_check_in_background(self) -> None:
         """Notices between writes that this attempt was superseded, so that an idle zombie leaves, too."""
@@ -158,8 +182,10 @@ class RoleContext:
             view.check(self.writer, self.attempt)
         except LeaseLost as lost:
             log.warning("%s", lost)
-            self._must_check = True
+            self._lost = lost
             self.leave.set()
+        except OSError as error:
+            log.warning("leases not listed: %s", error)
 
 
 RoleMain = Callable[[RoleContext], None]
@@ -184,6 +210,7 @@ def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
         stream=sys.stderr,
     )
     logging.Formatter.default_msec_format = "%s.%03d"
+    context: RoleContext | None = None
     try:
         run, paths = read_run(arguments.run_dir)
         context = RoleContext(
@@ -192,15 +219,11 @@ def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
         )  # fmt: skip
         _install_signals(context)
         context.start()
-    except MilesError as error:
-        log.error("%s", error)
-        return error.exit_code
-    try:
         main(context)
         return 0
     except LeaseLost as lost:
         log.warning("%s", lost)
-        return 0
+        return lost.exit_code
     except MilesError as error:
         log.error("%s", error)
         return error.exit_code
@@ -208,8 +231,9 @@ def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
         log.exception("unexpected error")
         return 1
     finally:
-        context.stop()
-        context.metrics.close()
+        if context is not None:
+            context.stop()
+            context.metrics.close()
 
 
 def _install_signals(context: RoleContext) -> None:
