@@ -32,7 +32,7 @@ class Display:
 
     def __init__(self, run_id: str, steps: int) -> None:
         self._run_id, self._steps = run_id, steps
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, markup=False, soft_wrap=True)
         self._live: Live | None = None
         self._last_line_at = 0.0
         self._last_step = -1
@@ -128,7 +128,7 @@ def _show(value: float | int | None) -> str:
 
 def print_status(ledger: Ledger, summary: dict[str, Any], paths: RunPaths) -> None:
     """`miles status`."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"run {ledger.run.run_id}  ({paths.root})")
     console.print(summary_text(summary))
     entries = {} if ledger.liveness is None else {(entry.writer, entry.attempt): entry for entry in ledger.liveness.entries}
