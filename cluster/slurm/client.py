@@ -142,7 +142,8 @@ class SlurmScheduler:
         """At most one more query, and only if a job has newly failed; other ends have no code that means something."""
         listed = {(line.job_id, line.token) for line in lines}
         self._exit_codes = {key: code for key, code in self._exit_codes.items() if key in listed}
-        failed = [line for line in lines if classify(line.state)[1] in (Cause.FAILED, Cause.LIMIT)]
+        # A job without nodes was refused after all (BadConstraints) and never ran.
+        failed = [line for line in lines if line.nodes and classify(line.state)[1] in (Cause.FAILED, Cause.LIMIT)]
         new = [line for line in failed if (line.job_id, line.token) not in self._exit_codes]
         if not new:
             return

@@ -8,6 +8,8 @@ a test that pins the text. What its parameters cannot say:
 - Its srun line cannot be `exec`ed and runs even on one node. With use_srun off, the command is ours: `exec python ...` on one
   node, `exec srun ... python ...` on several. Either way the last process of the script is the role (or its srun), so the
   job's exit code is the role's own and no shell swallows a signal.
+- srun ends with the highest code of all ranks. With kill-on-bad-exit the first rank that leaves has the others killed, and
+  their 143 hides its code; so ranks leave by themselves, and who is still there one signal lead after the first is killed.
 - `B:USR2` sends the warning to that process alone; srun forwards it to the ranks. Without `B:` Slurm signals only steps,
   and a job without srun has none.
 - Log names, no-requeue, reservation, export, chdir and the site's own flags go through `additional_parameters`, which it
@@ -74,7 +76,7 @@ def sbatch_text(spec: JobSpec, site: SlurmSite) -> str:
     _check_lead(spec, site)
     writer = _Writer(folder=spec.log_dir)
     writer.update_parameters(**_parameters(spec, site))
-    return str(writer._make_submission_file_text(_command(spec), uid=spec.token))
+    return str(writer._make_submission_file_text(_command(spec, site), uid=spec.token))
 
 
 def _check_lead(spec: JobSpec, site: SlurmSite) -> None:
@@ -138,12 +140,12 @@ def _setup(spec: JobSpec, site: SlurmSite) -> list[str]:
     return [*site.setup, *exports, f"cd {shlex.quote(str(spec.run_dir / 'code'))} || exit {NO_CODE_EXIT_CODE}"]
 
 
-def _command(spec: JobSpec) -> str:
+def _command(spec: JobSpec, site: SlurmSite) -> str:
     if spec.resources.nodes == 1:
         return f"exec {shlex.join(spec.command)}"
     srun = (
         "srun", f"--output={_log_folder(spec)}/%j_%t.out", "--open-mode=append", "--unbuffered",
-        f"--cpus-per-task={spec.resources.cpus}", "--kill-on-bad-exit=1", "--wait=60",
+        f"--cpus-per-task={spec.resources.cpus}", "--kill-on-bad-exit=0", f"--wait={site.signal_lead_s}",
     )  # fmt: skip
     return f"exec {shlex.join(srun)} {shlex.join(spec.command)}"
 

@@ -204,6 +204,10 @@ class FakeSlurm:
         job = FakeJob(str(self.next_id), flags, command, self.clock())
         self.next_id += 1
         self.jobs.append(job)
+        if int(flags["nodes"]) > len(self.nodes):
+            # The real one keeps the record of a job that it refuses so late.
+            self._end(job, "FAILED", "BadConstraints", 1)
+            return Answer(1, "", "sbatch: error: Batch job submission failed: Requested node configuration is not available\n")
         return Answer(0, f"{job.job_id}\n") if fault is None else _submit_fault(fault, timeout_s)
 
     def _squeue(self, argv: Sequence[str]) -> Answer:

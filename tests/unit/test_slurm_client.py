@@ -107,6 +107,15 @@ def test_an_unknown_partition_is_refused_with_the_known_ones(harness: Harness) -
     assert not refused.value.ambiguous and not refused.value.transient
 
 
+def test_a_job_refused_late_is_listed_as_failed_but_has_no_exit_code(harness: Harness) -> None:
+    scheduler = harness.make()
+    with pytest.raises(SchedulerError, match=r"not available.*nodes=9"):
+        scheduler.submit(replace(harness.spec(), resources=Resources(nodes=9, time_min=5)))
+    [job] = harness.jobs(scheduler)
+    assert (job.phase, job.cause, job.reason) == (Phase.ENDED, Cause.FAILED, "BadConstraints")
+    assert (job.nodes, job.exit_code) == ((), None)
+
+
 REFUSALS = [
     ("Batch job submission failed: Invalid account or account/partition combination specified", "slurm.account"),
     ("Batch job submission failed: Invalid qos specification", "slurm.qos"),

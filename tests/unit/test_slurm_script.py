@@ -83,7 +83,7 @@ def test_every_site_fact_and_resource_becomes_a_flag() -> None:
     [line] = [line for line in text.splitlines() if line.startswith("exec ")]
     assert line.startswith(
         f"exec srun --output={SPEC.log_dir}/%j_%t.out --open-mode=append --unbuffered --cpus-per-task=8 "
-        "--kill-on-bad-exit=1 --wait=60 /env/bin/python -u -m"
+        "--kill-on-bad-exit=0 --wait=120 /env/bin/python -u -m"
     )
 
 
