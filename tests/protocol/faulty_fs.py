@@ -260,6 +260,9 @@ class FaultyFS(FileSystem):
             for folder in (*reversed(path.parents), path):
                 if self.server.current(folder) is None:
                     self.server.set_name(folder, self.name, _File())
+                # The answer "exists" tells a node of a folder that it did not see before.
+                made = self.server.names[folder][-1]
+                made.seen_s |= {self.name + "list": made.at_s, self.name + "open": made.at_s}
 
         self._do("mkdir", path, perform)
 
