@@ -123,7 +123,7 @@ def check_trusted(root: Path) -> None:
     except NotADirectoryError as error:
         raise RunDirectoryError(f"{root} is a file, not a run directory") from error
     except PermissionError as error:
-        raise RunDirectoryError(f"{root}: not readable by you (owner uid {os.stat(root).st_uid}); ask its owner") from error
+        raise RunDirectoryError(f"{root}: not readable by you; ask its owner, or run as its owner") from error
     if info.st_uid != os.getuid() and info.st_uid != 0:
         raise RunDirectoryError(
             f"{root} belongs to uid {info.st_uid}, you are uid {os.getuid()}: a run directory is as trusted as its owner, "

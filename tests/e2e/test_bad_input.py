@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from miles_core.errors import RunDirectoryError
+from miles_core.run import read_run
 from tests.e2e.runs import miles
 from tests.e2e.tamper import journal_file
 
@@ -62,13 +65,29 @@ def test_a_run_directory_that_cannot_be_trusted(
     assert all(word in done.stderr for word in words), done.stderr
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
-def test_an_unreadable_run_directory(finished_run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "runs" / "copy"
-    shutil.copytree(finished_run, copy, symlinks=True)
-    (copy / "run.json").chmod(0)
-    done = miles(tmp_path, "status", "copy")
-    assert done.returncode == 2 and "not readable" in done.stderr
+@contextlib.contextmanager
+def as_somebody_else() -> Iterator[None]:
+    """Root reads everything, so root becomes nobody for a moment; anybody else stays."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_an_unreadable_run_directory_or_run_file(tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    root.mkdir()
+    (root / "run.json").touch(mode=0o000)
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(path.stat().st_mode | 0o055)
+    for mode in (0o755, 0o000):
+        root.chmod(mode)
+        with as_somebody_else(), pytest.raises(RunDirectoryError, match="not readable by you"):
+            read_run(root)
 
 
 def test_a_truncated_journal_is_said_and_hides_nothing_else(finished_run: Path, tmp_path: Path) -> None:
