@@ -16,9 +16,7 @@ from typing import Literal
 
 from cluster.scheduler import Cause, JobView, Phase
 from miles_core.records import split_writer
-
-DRAINED_EXIT_CODE = 75
-"""Exit code of a role that left on a signal with its work saved (EX_TEMPFAIL): start it again, no retry is spent."""
+from miles_core.roles.runtime import DRAINED_EXIT_CODE
 
 MISSING_QUERIES = 3
 """Good queries in a row without a job before it counts as vanished."""

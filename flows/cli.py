@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +41,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def main() -> None:
     """Entry point: a MilesError becomes one message and its exit code, never a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
+    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         app()
     except MilesError as error:
@@ -53,8 +57,6 @@ def main() -> None:
 
 def find_run(name: str) -> Path:
     """The run directory of a RUN argument: a path, or an id below ./runs or MILES_RUNS."""
-    import os
-
     as_path = Path(name).expanduser()
     roots = [Path(os.environ["MILES_RUNS"])] if "MILES_RUNS" in os.environ else [Path("runs")]
     for candidate in (as_path, *(root / name for root in roots)):
@@ -77,9 +79,8 @@ def run(
     takeover: Annotated[bool, typer.Option(help="Take the run from a supervisor that still renews its lease.")] = False,
 ) -> None:
     """Trains a recipe and supervises it until it is done."""
-    from cluster.schedulers import make_scheduler
-
     from cluster.profile import load_cluster
+    from cluster.schedulers import make_scheduler
     from flows.display import Display
     from flows.launch import Hooks, supervise
     from miles_core.recipe import load_recipe
@@ -180,10 +181,9 @@ def _wait_closed(read: Callable[[], Any], root: Path, deadline_s: float = 120.0)
 @app.command()
 def verify(run: RunName, as_json: AsJson = False) -> None:
     """Proves from the files alone that nothing was lost or trained twice, or names what is wrong (exit code 4)."""
-    from miles_core.verify import verify_run
-
     from miles_core.errors import VerifyFailed
     from miles_core.paths import check_trusted
+    from miles_core.verify import verify_run
 
     root = find_run(run)
     check_trusted(root)
@@ -209,8 +209,6 @@ def jobs(recipe: RecipeName, cluster: ClusterName = "local", settings: Settings 
 @app.command()
 def runs() -> None:
     """Lists the runs below the runs folder."""
-    import os
-
     from flows.display import print_runs
 
     print_runs(Path(os.environ.get("MILES_RUNS", "runs")))

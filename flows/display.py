@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.schedulers import make_scheduler
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.profile import ClusterProfile
+from cluster.schedulers import make_scheduler
 from cluster.supervise import Progress, make_job_spec
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe

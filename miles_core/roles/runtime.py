@@ -1,8 +1,8 @@
 """What every role's main shares: arguments, lease, heartbeat, signals, journal, completion record, exit codes.
 
 A role starts from `--run-dir D --replica I --attempt N` and nothing else; it reads the newest state at its start, never the
-state it was submitted with. Exit codes: 0 done, or left as twin or superseded, or drained on a signal; 1 an error of ours
-(traceback in the log); 2.. the exit code of a MilesError.
+state it was submitted with. Exit codes: 0 done, or left as twin or superseded; 75 left on a signal or as an orphan with its
+work saved (start it again); 1 an error of ours (traceback in the log); 2.. the exit code of a MilesError.
 
 A holder that cannot renew its lease stops publishing, not living (I4): `before_write` re-reads the leases after every gap, and
 no error of the filesystem ends the heartbeat.
@@ -34,6 +34,9 @@ from miles_core.store.publish import publish_bytes
 from miles_core.tracking.metrics import MetricShard
 
 log = logging.getLogger("miles")
+
+DRAINED_EXIT_CODE = 75
+"""Exit code of a role that left before its end with its work saved (EX_TEMPFAIL): start it again, no retry is spent."""
 
 
 class RoleContext:
@@ -69,6 +72,8 @@ class RoleContext:
         self._lost: LeaseLost | None = None
         self._stop_beating = threading.Event()
         self._beater: threading.Thread | None = None
+        self._is_done = False
+        self._background = LeaseFolder(self.fs, paths.leases, run.run_id, clock)
         self._supervisor = LivenessJudge(self.fs, paths.heartbeats, run.timing.orphan_s, clock)
 
     def start(self) -> None:
@@ -139,11 +144,11 @@ class RoleContext:
     def check_orphaned(self) -> bool:
         """True when no supervisor was seen alive for orphan_s; call it rarely, but at least three times in orphan_s."""
         try:
-            self.leases.refresh()
+            self._background.refresh()
         except OSError as error:
             log.warning("leases not listed, so nothing is known of the supervisor: %s", error)
             return False
-        attempt = self.leases.newest("supervisor-0")
+        attempt = self._background.newest("supervisor-0")
         return attempt > 0 and self._supervisor.observe("supervisor-0", attempt) == "dead"
 
     def finish(self, journal: JournalWriter, outcome: Literal["completed", "needs_rollback"], detail: str = "") -> None:
@@ -154,16 +159,25 @@ class RoleContext:
             journal_bytes=journal.bytes, journal_hash=journal.hash,
         )  # fmt: skip
         publish_bytes(self.fs, self.paths.done(self.writer), done.model_dump_json().encode())
+        self._is_done = True
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a main that returned."""
+        return DRAINED_EXIT_CODE if self.leave.is_set() and not self._is_done else 0
 
     def _beat_forever(self) -> None:
         interval = self.timing.lease_s / RENEWALS_PER_LEASE
-        next_check = self.clock() + self.timing.lease_s
+        # The judge starts its count again after a pause of a third of orphan_s, so it is asked more often.
+        look_every_s = min(self.timing.lease_s, self.timing.orphan_s / 6)
+        next_look = self.clock() + look_every_s
         try:
             while not self._stop_beating.wait(interval):
                 self._try_to_beat()
-                if self.clock() >= next_check:
-                    next_check = self.clock() + self.timing.lease_s
+                if self.clock() >= next_look:
+                    next_look = self.clock() + look_every_s
                     self.leases_check_in_background()
+                    self._leave_as_orphan()
         finally:
             # Whatever else ends this thread is a fault of ours: without a heartbeat the role is replaced, so it leaves.
             if not self._stop_beating.is_set():
@@ -177,15 +191,20 @@ class RoleContext:
 
     def leases_check_in_background(self) -> None:
         """Notices between writes that this attempt was superseded, so that an idle zombie leaves, too."""
-        view = LeaseFolder(self.fs, self.paths.leases, self.run.run_id, self.clock)
         try:
-            view.check(self.writer, self.attempt)
+            self._background.check(self.writer, self.attempt)
         except LeaseLost as lost:
             log.warning("%s", lost)
             self._lost = lost
             self.leave.set()
         except OSError as error:
             log.warning("leases not listed: %s", error)
+
+    def _leave_as_orphan(self) -> None:
+        is_supervisor = self.writer.startswith("supervisor-")
+        if not is_supervisor and not self.leave.is_set() and self.check_orphaned():
+            log.warning("no supervisor was seen for %g s: leaving", self.timing.orphan_s)
+            self.leave.set()
 
 
 RoleMain = Callable[[RoleContext], None]
@@ -220,7 +239,7 @@ def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
         _install_signals(context)
         context.start()
         main(context)
-        return 0
+        return context.exit_code
     except LeaseLost as lost:
         log.warning("%s", lost)
         return lost.exit_code

@@ -17,7 +17,7 @@ from miles_core.errors import JournalCorrupt, LeaseLost
 from miles_core.paths import RunPaths
 from miles_core.recipe import EnvironmentSpec, GraderSpec, ModelSpec, Recipe, RolloutSpec, Timing
 from miles_core.records import Done, Incident
-from miles_core.roles.runtime import RoleContext, run_role
+from miles_core.roles.runtime import DRAINED_EXIT_CODE, RoleContext, run_role
 from miles_core.run import RunConfig
 from miles_core.store.journal import list_segments
 from miles_core.store.lease import LeaseFolder, read_heartbeat
@@ -456,5 +456,13 @@ def test_a_signal_asks_the_role_to_leave(run_dir: Path, number: signal.Signals) 
         assert not role.leave.is_set()
         os.kill(os.getpid(), number)
         assert role.leave.wait(30)
+
+    assert run_role("learner", main, arguments(run_dir)) == DRAINED_EXIT_CODE
+
+
+def test_a_role_that_finished_is_done_though_a_signal_came(run_dir: Path) -> None:
+    def main(role: RoleContext) -> None:
+        role.leave.set()
+        role.finish(role.journal(), "completed")
 
     assert run_role("learner", main, arguments(run_dir)) == 0

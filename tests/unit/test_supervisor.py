@@ -9,7 +9,6 @@ import pytest
 
 from cluster.scheduler import Cause, JobView, Phase
 from cluster.supervisor import (
-    DRAINED_EXIT_CODE,
     MISSING_QUERIES,
     Adopt,
     CancelJobs,
@@ -25,6 +24,7 @@ from cluster.supervisor import (
     costs_retry,
     decide,
 )
+from miles_core.roles.runtime import DRAINED_EXIT_CODE
 
 
 def job(writer: str, attempt: int = 1, phase: Phase = Phase.RUNNING, **changes: Any) -> JobView:
