@@ -15,7 +15,7 @@ from miles_core.run import read_run
 from tests.e2e.runs import miles
 from tests.e2e.tamper import journal_file
 
-pytestmark = pytest.mark.xdist_group("e2e")
+pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.e2e.runs import (
     wait_for_step,
 )
 
-pytestmark = pytest.mark.xdist_group("e2e")
+pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(900)]
 
 
 def test_a_run_completes_and_proves_itself(finished_run: Path) -> None:

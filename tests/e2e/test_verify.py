@@ -16,7 +16,7 @@ from miles_core.trajectories.shards import encode_shard, read_shard
 from miles_core.verify import verify_run
 from tests.e2e.tamper import Record, edit_records, flip_byte, journal_file, of_kind, read_records
 
-pytestmark = pytest.mark.xdist_group("e2e")
+pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(900)]
 
 STEPS, ORCHESTRATOR = "learner/steps", "orchestrator/journal"
 MANIFEST, GRADES = "trajectories/rollout-0/manifest", "grades/grader-0"

@@ -23,7 +23,7 @@ from miles_core.store.fs import FileSystem
 from miles_core.store.lease import LeaseFolder
 from tests.e2e.runs import REPOSITORY, ledger_of, miles, summary_of, wait_for, wait_for_step
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(900)]
 
 STEPS = 12
 
