@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from miles_core.store.follow import Delivered
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import encode_frame, segment_name
 from miles_core.trajectories.schema import VersionRun
+from miles_core.trajectories.shards import encode_shard
 from tests.protocol.learner_run import (
     PROBE,
     STEPS,
@@ -293,8 +295,8 @@ def test_a_missing_shard_needs_a_rollback(prepared):
 
 def test_a_changed_shard_needs_a_rollback_also_before_it_was_ever_trained(prepared):
     run, paths, orchestrator = prepared
-    data = orchestrator.shard(3).read_bytes()
-    orchestrator.shard(3).write_bytes(data[:-8] + bytes(8))
+    rows = [dataclasses.replace(row, temperature=0.5) for row in make_rows(3, (VersionRun(2, 0, 1),))]
+    orchestrator.shard(3).write_bytes(encode_shard(rows))
     assert_needs_rollback(run, paths, 1, "batch 3")
     assert read_lineage(run, paths).newest_step == 2
 
