@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,10 +54,13 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 def kill_all(run_dir: Path) -> None:
+    """Leaves no process behind; a job that has not started yet sees its cancel mark and does not start."""
     scheduler = LocalScheduler(run_dir)
+    scheduler.cancel(tuple(job.job_id for job in scheduler.snapshot("run").jobs))
     for job in scheduler.snapshot("run").jobs:
         if job.phase is Phase.RUNNING:
-            os.killpg(pid_of(run_dir, job.job_id), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(pid_of(run_dir, job.job_id), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
@@ -233,6 +237,18 @@ def test_ids_are_never_used_twice(harness: Harness) -> None:
     assert len(set(ids)) == len(ids)
     harness.until("all to end", lambda: all(job.phase is Phase.ENDED for job in harness.jobs(two[0])))
     assert [job.job_id for job in harness.jobs(two[0])] == ids
+
+
+def test_two_supervisors_at_once_never_share_an_id(harness: Harness) -> None:
+    class Blind(LocalScheduler):
+        """Its listing is older than the other one's claim."""
+
+        def _ids(self) -> list[str]:
+            return []
+
+    ids = [Blind(harness.run_dir).submit(harness.spec(writer)) for writer in ("rollout-0", "rollout-1")]
+    assert len(set(ids)) == 2
+    assert [job.writer for job in harness.jobs(harness.make())] == ["rollout-0", "rollout-1"]
 
 
 def test_a_snapshot_makes_no_folder_and_an_unknown_signal_is_refused(tmp_path: Path) -> None:

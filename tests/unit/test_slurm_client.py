@@ -250,7 +250,8 @@ def test_preemption_is_infrastructure_and_a_requeued_job_waits(harness: Harness,
 def test_a_lost_node_is_seen_at_once_and_is_avoided_on_request(harness: Harness, fake: FakeSlurm) -> None:
     scheduler = harness.make()
     job = harness.start(scheduler, harness.spec(seconds=FOREVER_S))
-    assert scheduler.snapshot("run").usable_nodes == 4
+    scheduler = harness.make()
+    assert scheduler.snapshot("run").usable_nodes == 4, "asked at the first snapshot, not due again before the fifth"
     fake.fail_node(job.nodes[0])
     lost = scheduler.snapshot("run")
     assert (lost.down_nodes, lost.usable_nodes) == (job.nodes, 3)
@@ -326,6 +327,21 @@ def test_a_job_around_us_does_not_leak_into_commands_or_jobs() -> None:
     assert query_env(base, {"SLURM_CONF": "/dev/c"}) == {
         **kept, "SLURM_CONF": "/dev/c", "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"
     }  # fmt: skip
+
+
+def test_what_is_only_for_our_parsers_is_not_passed_on_to_jobs(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    locales: dict[str, str] = {}
+
+    def record(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, stdin: str = "") -> Answer:
+        locales[argv[0]] = env["LC_ALL"]
+        return Answer(0, "1\n")
+
+    scheduler = SlurmScheduler(SlurmSite(), run=record)
+    scheduler.submit(harness.spec())
+    scheduler.snapshot("run")
+    scheduler.cancel(("1",))
+    assert locales == {"sbatch": "de_DE.UTF-8", "squeue": "C", "sinfo": "C", "scancel": "C"}
 
 
 # ---- by profile
