@@ -367,9 +367,9 @@ def test_a_devslurm_that_is_not_up_is_named(tmp_path: Path, monkeypatch: pytest.
 
     def down(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, stdin: str = "") -> Answer:
         assert list(argv) == ["scontrol", "ping"] and env["SLURM_CONF"] == str(tmp_path / "dev" / "slurm.conf")
-        return Answer(1, "Slurmctld(primary) at vm is DOWN\n*****\n** RESTORE SLURMCTLD DAEMON TO SERVICE **\n")
+        return Answer(1, "Slurmctld(primary) at head is DOWN\n*****\n** RESTORE SLURMCTLD DAEMON TO SERVICE **\n")
 
-    with pytest.raises(SchedulerError, match=r"is not up: Slurmctld\(primary\) at vm is DOWN; start it"):
+    with pytest.raises(SchedulerError, match=r"is not up: Slurmctld\(primary\) at head is DOWN; start it"):
         slurm_for(slurm_profile(tmp_path), run=down)
 
 
