@@ -11,6 +11,8 @@ WORKERS ?= 2
 # No CUDA kernels, no first-use builds: see miles_core/learner/trainer.py.
 export DS_BUILD_OPS   := 0
 export DS_ACCELERATOR ?= cpu
+# Compiled modules are kept: without them every role compiles torch anew at its start.
+export PYTHONDONTWRITEBYTECODE :=
 # uv does not read pip's own setting.
 export UV_FIND_LINKS  ?= $(PIP_FIND_LINKS)
 

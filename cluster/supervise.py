@@ -58,8 +58,9 @@ from miles_core.store.lease import LivenessJudge
 log = logging.getLogger("miles")
 
 WRITER = "supervisor-0"
-QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::SyntaxWarning"}
-"""Libraries' progress bars and warnings about their own source say nothing in a log."""
+ROLE_ENV = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::SyntaxWarning", "PYTHONDONTWRITEBYTECODE": ""}
+"""Libraries' progress bars and warnings about their own source say nothing in a log; compiled modules are kept, else every role
+compiles torch anew at its start."""
 _CANCEL_AGAIN_S = 10.0
 _BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 
@@ -477,7 +478,7 @@ def make_job_spec(
         ),
         resources=profile.resources_for(role_name, pool),
         log_dir=RunPaths(root).logs(writer, attempt),
-        env={"PYTHONPATH": str(RunPaths(root).code), "MILES_TOKEN": token, **QUIET, **_inherited()},
+        env={"PYTHONPATH": str(RunPaths(root).code), "MILES_TOKEN": token, **ROLE_ENV, **_inherited()},
         exclude=exclude,
     )  # fmt: skip
 
