@@ -24,12 +24,14 @@ from miles_core.policy.manifest import PolicyManifest, Probe
 from miles_core.records import Order, Published, Returned, ShardSealed, Stop, Version
 from miles_core.rollout.sampler import SampleRequest
 from miles_core.rollout.worker import RolloutWorker
+from miles_core.tracking.metrics import read_metrics
 from miles_core.trajectories.schema import Trajectory, Turn, VersionRun
 from miles_core.trajectories.shards import read_shard
 from tests.protocol.faulty_fs import PROPERTY
 from tests.protocol.receiver_world import RECIPE, TIMING, World
 
 MOST_ROUNDS = 3000
+TICK_S = 0.02
 
 
 class FakeEngine:
@@ -39,6 +41,7 @@ class FakeEngine:
         self.version = Version(-1, 0)
         self.weights = 0.0
         self.running = 0
+        """Set by FakeEpisodes."""
 
     def load_weights(self, tensors: dict[str, float], version: Version) -> None:
         self.weights, self.version = tensors["weights"], version
@@ -66,15 +69,17 @@ class FakeEpisodes:
         assert self.free_slots > 0 and request.sample_id not in self.live
         self.started.append(request)
         self.live[request.sample_id] = (request, [])
+        self._engine.running = len(self.live)
 
     async def tick(self) -> list[Trajectory]:
-        self._world.clock.sleep(0.02)
+        self._world.clock.sleep(TICK_S)
         finished = []
         for sample_id, (request, versions) in list(self.live.items()):
             versions.append(self._engine.version)
             if len(versions) >= self.length(sample_id):
                 del self.live[sample_id]
                 finished.append(self.spoil(_trajectory(request, versions, self._engine.weights, self._attempt)))
+        self._engine.running = len(self.live)
         return finished
 
     async def cancel_all(self) -> None:
@@ -106,7 +111,7 @@ class Replica:
         """What a version's file holds where that is not what the learner's probe says."""
         self.read_error: Exception | None = None
         self.worker = RolloutWorker(
-            self.context, self.context.journal(), self.engine, self.episodes, read=self._read, unix_time=lambda: 5.0
+            self.context, self.context.journal(), self.engine, self.episodes, read=self._read, unix_time=world.clock
         )  # fmt: skip
 
     def _read(self, published: Published) -> tuple[dict[str, float], PolicyManifest]:
@@ -156,7 +161,10 @@ class Replica:
         return sorted(row.sample_id for row in self.rows())
 
     def returned(self) -> dict[str, tuple[int, ...]]:
-        return {r.order_id: r.samples for r in self.world.records(self.context.attempt) if isinstance(r, Returned)}
+        """Samples given back, by order; each order is given back once."""
+        records = [r for r in self.world.records(self.context.attempt) if isinstance(r, Returned)]
+        assert len({r.order_id for r in records}) == len(records)
+        return {r.order_id: r.samples for r in records}
 
 
 @pytest.fixture
@@ -353,7 +361,7 @@ def test_a_stop_abandons_what_runs_and_writes_the_completion_record(world: World
 
 def test_leaving_returns_the_unstarted_and_finishes_the_rest(world: World) -> None:
     replica = replica_with_version(world, slots=2)
-    replica.episodes.length = lambda sample_id: 100
+    replica.episodes.length = lambda sample_id: 100 if sample_id.endswith("/0") else 20
     world.send(world.order(1, samples=(0, 1, 2, 3)), world.order(2, "g2.o1", min_step=9))
     replica.until(lambda: len(replica.episodes.live) == 2)
     replica.context.leave.set()
@@ -428,6 +436,17 @@ def test_leaving_with_a_full_disk_names_what_is_lost(world: World) -> None:
         replica.run()
 
 
+def test_a_disk_that_stays_full_ends_the_replica_after_orphan_s(tmp_path: Path) -> None:
+    world = World(tmp_path, "rollout-0", timing=TIMING.model_copy(update={"orphan_s": 30.0}))
+    replica = replica_with_version(world)
+    world.fs.refuse = ".arrow"
+    world.send(world.order(1))
+    begun = world.clock.now
+    with pytest.raises(DeadlineExceeded, match=r"writing shards and their journal: refused for 3\d s, last: .*No space left"):
+        replica.run()
+    assert 30.0 <= world.clock.now - begun <= 40.0
+
+
 def test_a_stale_orders_folder_is_waited_for(world: World) -> None:
     replica = replica_with_version(world)
     replica.until(lambda: replica.context.state == "serving")
@@ -448,14 +467,21 @@ def test_an_orphan_leaves(tmp_path: Path) -> None:
     assert 30.0 <= world.clock.now - begun <= 60.0 and world.done() is None
 
 
-def test_metrics_name_tokens_and_version(world: World) -> None:
+def test_metrics_name_tokens_version_and_the_busy_span(world: World) -> None:
     replica = replica_with_version(world)
-    world.send(world.order(1), Stop(reason="end"))
+    world.send(world.order(1))
     replica.until(lambda: len(replica.listed()) == 2)
     replica.idle(2.0)
+    world.send(Stop(reason="end"))
+    replica.run()
     replica.context.metrics.close()
-    text = world.paths.metrics("rollout-0", 1).read_text()
-    assert '"event": "rollout"' in text and '"tokens": 6, "trajectories": 2, "active": 0, "version": 0' in text
+    points = [point for _, point in read_metrics(world.paths.metrics("rollout-0", 1).parents[1])]
+    rollout = [point for point in points if point["event"] == "rollout"][-1]
+    assert {**rollout, "unix_s": 0} == {
+        "event": "rollout", "unix_s": 0, "tokens": 6, "trajectories": 2, "active": 0, "version": 0,
+    }  # fmt: skip
+    (busy,) = [point for point in points if point["event"] == "busy"]
+    assert busy["end_s"] - busy["start_s"] == pytest.approx(3 * TICK_S, abs=1e-3)
 
 
 @pytest.mark.parametrize(("point", "announced"), [("after_shard", 0), ("after_manifest", 3)])
