@@ -275,7 +275,10 @@ class ShardWriter:
     def add(self, row: Trajectory) -> None:
         """Takes a row; ValueError if it is not valid, so that a later seal can only fail in the filesystem."""
         check_trajectory(row)
-        encode_shard([row])
+        try:
+            json.dumps(row.facts, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"trajectory {row.trajectory_id}: facts are not JSON: {error}") from error
         self._waiting.append((self._clock(), row))
 
     def due(self) -> bool:

@@ -208,10 +208,11 @@ def test_a_bad_row_is_refused_with_its_id_and_field(tmp_path: Path, name: str) -
     assert writer.num_waiting == 0
 
 
-def test_facts_that_are_not_json_are_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [float("nan"), b"bytes", {1, 2}])
+def test_facts_that_are_not_json_are_refused_at_once(tmp_path: Path, value: Any) -> None:
     writer = shard_writer(tmp_path)
-    with pytest.raises(ValueError, match="JSON"):
-        writer.add(make(facts={"score": float("nan")}))
+    with pytest.raises(ValueError, match=r"g1\.o1/0@rollout-0\.a1: facts are not JSON"):
+        writer.add(make(facts={"score": value}))
     assert writer.num_waiting == 0
 
 
