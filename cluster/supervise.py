@@ -46,14 +46,13 @@ from miles_core.records import (
     LivenessTable,
     RunClosed,
     Submitted,
-    parse_record,
     split_writer,
 )
 from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig, all_writers, rollout_writers
 from miles_core.store.follow import read_cut
-from miles_core.store.journal import list_segments
 from miles_core.store.lease import LivenessJudge
+from miles_core.tracking.ledger import read_all
 
 log = logging.getLogger("miles")
 
@@ -505,14 +504,8 @@ def supervisor_context(run: RunConfig, paths: RunPaths, epoch: int) -> RoleConte
 
 def read_closed(run: RunConfig, paths: RunPaths) -> RunClosed | None:
     """The last word on a run, if a supervisor closed it."""
-    context = supervisor_context(run, paths, 0)
-    closed = None
-    for attempt in list_segments(context.fs, paths.journal(WRITER)):
-        tail = context.reading.tail(paths.journal(WRITER), attempt)
-        while frames := tail.read():
-            records = [parse_record(frame.payload) for frame in frames]
-            closed = next((record for record in reversed(records) if isinstance(record, RunClosed)), closed)
-    return closed
+    records = read_all(supervisor_context(run, paths, 0).reading, paths.journal(WRITER))
+    return next((record for record in reversed(records) if isinstance(record, RunClosed)), None)
 
 
 def read_cluster(run: RunConfig) -> ClusterProfile:

@@ -49,9 +49,13 @@ def _leave_on_signals(leave: Callable[[], None]) -> Callable[[], None]:
     def handle(number: int, frame: Any) -> None:
         leave()
 
-    old = {}
     try:
         old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread (a flow in a worker thread): its host handles signals
-        return lambda: None
-    return lambda: [signal.signal(number, handler) for number, handler in old.items()] and None
+    except ValueError:  # not the main thread: whoever hosts it there handles signals
+        old = {}
+
+    def restore() -> None:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+    return restore

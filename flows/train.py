@@ -29,9 +29,9 @@ from tasks.prepare import ensure_base_model, ensure_run, new_run_id
 
 _REPORT_EVERY_S = 30.0
 
-ensure_base_model_task = task(ensure_base_model, name="base model", retries=2, retry_delay_seconds=5)
-ensure_run_task = task(ensure_run, name="run directory", retries=2, retry_delay_seconds=5)
-write_summary_task = task(write_summary, name="summary")
+ensure_base_model_task = task(name="base model", retries=2, retry_delay_seconds=5)(ensure_base_model)
+ensure_run_task = task(name="run directory", retries=2, retry_delay_seconds=5)(ensure_run)
+write_summary_task = task(name="summary")(write_summary)
 
 
 def run_id_of_this_flow_run(recipe_name: str) -> str:

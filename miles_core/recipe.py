@@ -280,7 +280,7 @@ def find_config(name: str, folder: str) -> Path:
 
 def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
     """Applies `a.b=value` settings (value in YAML) to a nested mapping and returns the new mapping."""
-    result = json.loads(json.dumps(data))
+    result: dict[str, Any] = json.loads(json.dumps(data))
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key:

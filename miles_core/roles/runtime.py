@@ -152,8 +152,9 @@ class RoleContext:
         return attempt > 0 and self._supervisor.observe("supervisor-0", attempt) == "dead"
 
     def finish(self, journal: JournalWriter, outcome: Literal["completed", "needs_rollback"], detail: str = "") -> None:
-        """Flushes the journal and publishes the completion record."""
+        """Flushes the journal and publishes the completion record, for the current attempt only. Raises LeaseLost, OSError."""
         journal.flush()
+        self.leases.check(self.writer, self.attempt)
         done = Done(
             writer=self.writer, attempt=self.attempt, outcome=outcome, detail=detail,
             journal_bytes=journal.bytes, journal_hash=journal.hash,

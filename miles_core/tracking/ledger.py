@@ -101,7 +101,7 @@ def read_all(reading: Reading, folder: Path) -> list[Any]:
     records = []
     for attempt in list_segments(reading.fs, folder):
         tail = reading.tail(folder, attempt)
-        while frames := tail.read():
+        while frames := tail.read(list_now=True):
             records += [parse_record(frame.payload) for frame in frames]
     return records
 
