@@ -54,8 +54,8 @@ class Fault(Enum):
     SHORT = "a prefix is written, then ENOSPC"
     ZEROS = "a prefix is written and zeros for the rest, then EIO"
     UNREPORTED = "done, but reported as failed (link: EEXIST)"
-    HANG = "everything stands still for hang_s, then it is done"
-    STOP = "done, then everything stands still for hang_s before the caller goes on"
+    HANG = "it takes hang_s, then it is done"
+    STOP = "done, but the caller goes on hang_s later"
 
 
 _NOTHING_DONE = {Fault.ERROR: errno.EIO, Fault.STALE: errno.ESTALE, Fault.FULL: errno.ENOSPC}
@@ -112,6 +112,8 @@ class Server:
     ) -> None:
         self.clock, self.visibility_s, self.holes = clock, visibility_s, holes
         self.hang_s = visibility_s if hang_s is None else hang_s
+        self.meanwhile: Callable[[float], None] = clock.advance
+        """What all others do while a call hangs; at least time passes."""
         self.random = random.Random(seed)
         self.lag: dict[str, float] = {}
         """Share of visibility_s by which a node sees everything late; others differ from event to event."""
@@ -192,14 +194,14 @@ class FaultyFS(FileSystem):
         """Share of calls that fail at random."""
         self.calls: Counter[str] = Counter()
         self._offset_s = server.random.uniform(-1e5, 1e5)
-        self._script: dict[str, deque[Fault]] = defaultdict(deque)
+        self._script: dict[str, deque[Fault | None]] = defaultdict(deque)
 
     def clock(self) -> float:
         """This node's own monotonic clock; it agrees with no other node's."""
         return self.server.clock() + self._offset_s
 
-    def fail(self, operation: str, *faults: Fault) -> None:
-        """The next calls of `operation` fail so."""
+    def fail(self, operation: str, *faults: Fault | None) -> None:
+        """The next calls of `operation` fail so; None: that call does not."""
         self._script[operation].extend(faults)
 
     def heal(self) -> None:
@@ -316,10 +318,10 @@ class FaultyFS(FileSystem):
         if fault in (Fault.SHORT, Fault.ZEROS) and part_of_it is not None:
             return part_of_it(fault)
         if fault is Fault.HANG:
-            self.server.clock.advance(self.server.hang_s)
+            self.server.meanwhile(self.server.hang_s)
         result = perform()
         if fault is Fault.STOP:
-            self.server.clock.advance(self.server.hang_s)
+            self.server.meanwhile(self.server.hang_s)
         if fault is Fault.UNREPORTED:
             raise OSError(errno.EEXIST if operation == "link" else errno.EIO, fault.value, str(path))
         return result

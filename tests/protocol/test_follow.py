@@ -6,7 +6,9 @@ against the real readers and writers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -179,22 +181,80 @@ def test_an_attempt_that_died_before_its_first_record_and_a_tombstone_are_cut_at
     assert texts(Follower(reading_of(server.node("a")), first.folder, "learner-0").poll()) == ["a1", "d1"]
 
 
-def test_an_error_between_two_attempts_loses_nothing() -> None:
+@pytest.mark.parametrize("reads_from", ["start", "later"])
+def test_an_error_between_two_attempts_loses_nothing(reads_from: str) -> None:
     """Records of one attempt were taken, then reading the next one fails."""
     for failing_read in range(8):
         server = make_server(lag=0.0)
         first = Writer(server, "learner-0", 1).open().write("a1")
-        Writer(server, "learner-0", 2).open().write("b1")
-        Writer(server, "learner-0", 3).open().write("c1")
         fs = server.node("a")
         follower = Follower(reading_of(fs), first.folder, "learner-0")
+        found = follower.poll() if reads_from == "start" else []
+        Writer(server, "learner-0", 2).open().write("b1")
+        Writer(server, "learner-0", 3).open().write("c1")
         fs.fail("read", *([Fault.HANG] * failing_read), Fault.STALE)
         server.hang_s = 0.0
-        found: list[Delivered] = []
         for _ in range(3):
             with suppress(OSError):
                 found += follower.poll()
         assert texts(found) == ["a1", "b1", "c1"], failing_read
+
+
+def hang_once(fs: FaultyFS, operation: str, fault: Fault, call: int, meanwhile: Callable[[], None]) -> None:
+    """In call number `call` of that operation from now on, `meanwhile` happens before the answer or behind it."""
+    calls = count()
+    fs.server.meanwhile = lambda seconds: meanwhile() if next(calls) == call else None
+    fs.fail(operation, *([fault] * 30))
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.STOP])
+@pytest.mark.parametrize("operation", ["read", "listdir"])
+@pytest.mark.parametrize("reads_from", ["start", "later"])
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_what_happens_while_a_poll_hangs_brings_nothing_from_behind_a_cut(
+    attempts: int, reads_from: str, operation: str, fault: Fault
+) -> None:
+    """In any call of a poll: a successor takes its lease, cuts, and the zombie writes on."""
+    for call in range(10):
+        server = make_server(lag=0.0)
+        writers = [Writer(server, "learner-0", 1).open().write("a1")]
+        fs = server.node("a")
+        follower = Follower(reading_of(fs), writers[0].folder, "learner-0")
+        found = follower.poll() if reads_from == "start" else []
+        if attempts == 2:
+            writers.append(Writer(server, "learner-0", 2).open().write("b1"))
+
+        def take_over(server: Server = server, writers: list[Writer] = writers) -> None:
+            successor = Writer(server, "learner-0", len(writers) + 1).open()
+            writers[-1].write("zombie")
+            successor.write("c1")
+
+        hang_once(fs, operation, fault, call, take_over)
+        found += poll_until_quiet(server, follower)[0]
+        assert texts(found) == [*["a1", "b1"][:attempts], "c1"], call
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.STOP])
+@pytest.mark.parametrize("operation", ["read", "listdir"])
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_what_happens_while_a_poll_hangs_brings_no_copy_of_a_zombie(attempts: int, operation: str, fault: Fault) -> None:
+    for call in range(10):
+        server = make_server(lag=0.0)
+        writers = [Writer(server, "orchestrator-0", 1).write("o1")]
+        fs = server.node("a")
+        reader = CopyReader(reading_of(fs), writers[0].folder, "orchestrator-0")
+        found = reader.poll()
+        if attempts == 2:
+            writers.append(Writer(server, "orchestrator-0", 2).write("p1"))
+
+        def take_over(server: Server = server, writers: list[Writer] = writers) -> None:
+            successor = Writer(server, "orchestrator-0", len(writers) + 1)
+            writers[-1].write("zombie")
+            successor.write("q1")
+
+        hang_once(fs, operation, fault, call, take_over)
+        found += poll_until_quiet(server, reader)[0]
+        assert "zombie" not in texts(found) and texts(found)[-1] == "q1", call
 
 
 def test_acting_beyond_a_cut_is_an_error_that_names_the_setting() -> None:
@@ -634,6 +694,10 @@ class ActAndCut(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**32), holes=st.booleans())
     def start(self, seed: int, holes: bool) -> None:
         self.server = make_server(seed, holes=holes)
+        self.server.meanwhile = self.sleep
+        self.is_asleep = False
+        self.in_call: set[Any] = set()
+        """Attempts and indices of readers that are within a call: they do nothing else meanwhile."""
         self.attempts: list[Writer] = []
         self.opened: set[int] = set()
         self.readers: list[tuple[FaultyFS, Any]] = []
@@ -664,26 +728,43 @@ class ActAndCut(RuleBasedStateMachine):
             self.open(writer, fault)
         if fault is not None:
             writer.fs.fail(operation, fault)
-        with suppress(OSError):
-            writer.write(*(f"{writer.attempt}-{self.number + step}" for step in range(count)))
+        self.append(writer, *(f"{writer.attempt}-{self.number + step}" for step in range(count)))
         self.number += count
+
+    def append(self, writer: Writer, *records: str) -> None:
+        self.in_call.add(writer)
+        with suppress(OSError):
+            writer.write(*records)
+        self.in_call.discard(writer)
 
     def open(self, writer: Writer, fault: Fault | None) -> None:
         """Opens a journal, with its cuts first; all others go on while it waits."""
         if fault is not None:
             writer.fs.fail("listdir", fault)
+        self.in_call.add(writer)
         writer.open(self.sleep)
+        self.in_call.discard(writer)
         self.opened.add(writer.attempt)
 
     def sleep(self, seconds: float) -> None:
+        """What goes on while one call hangs or a successor waits: any attempt but those that are in a call themselves."""
+        if self.is_asleep:
+            self.server.clock.advance(seconds)
+            return
+        self.is_asleep = True
         for part in range(3):
             self.server.clock.advance(seconds / 3)
+            if len(self.attempts) < 3 and self.server.random.random() < 0.2:
+                self.next_attempt()
             for writer in self.attempts:
-                if writer.attempt in self.opened:
-                    writer.fs.heal()
-                    writer.write(f"{writer.attempt}-while another opens-{self.number}-{part}")
+                if writer not in self.in_call and self.server.random.random() < 0.5:
+                    if writer.attempt not in self.opened:
+                        self.open(writer, None)
+                    self.append(writer, f"{writer.attempt}-meanwhile-{self.number}-{part}")
             for index in range(len(self.readers)):
-                self.poll(index, None)
+                if index not in self.in_call:
+                    self.poll(index, None)
+        self.is_asleep = False
 
     @rule(index=st.integers(0, 3), fault=READ_FAULTS, operation=st.sampled_from(["read", "listdir"]))
     def read(self, index: int, fault: Fault | None, operation: str) -> None:
@@ -693,12 +774,13 @@ class ActAndCut(RuleBasedStateMachine):
         self.poll(index % len(self.readers), fault)
 
     def poll(self, index: int, fault: Fault | None) -> bool:
-        try:
+        self.in_call.add(index)
+        delivered: list[Delivered] | None = None
+        with suppress(OSError):
             delivered = self.readers[index][1].poll()
-        except OSError:
-            return True
-        self.found[index] += delivered
-        return bool(delivered)
+        self.in_call.discard(index)
+        self.found[index] += delivered or []
+        return delivered != []
 
     @rule(share=st.sampled_from([0.01, 0.3, 1.0, 3.0]))
     def wait(self, share: float) -> None:

@@ -139,8 +139,13 @@ def test_records_are_grouped_and_flushed_when_due() -> None:
     assert journal.synced_bytes == journal.bytes
 
 
-@pytest.mark.parametrize("operation", ["append", "sync"])
-@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.FULL, Fault.SHORT, Fault.ZEROS, Fault.UNREPORTED])
+WRITE_FAULTS = [
+    *(("append", fault) for fault in (Fault.ERROR, Fault.FULL, Fault.SHORT, Fault.ZEROS, Fault.UNREPORTED)),
+    *(("sync", fault) for fault in (Fault.ERROR, Fault.UNREPORTED)),
+]
+
+
+@pytest.mark.parametrize(("operation", "fault"), WRITE_FAULTS)
 def test_after_a_failed_flush_a_new_segment_repeats_what_was_not_synced(operation: str, fault: Fault) -> None:
     server, fs, _ = nodes(seed=3)
     journal = writer(fs)
@@ -148,8 +153,6 @@ def test_after_a_failed_flush_a_new_segment_repeats_what_was_not_synced(operatio
     synced = journal.bytes
     for number in (2, 3):
         journal.append(Note(number=number))
-    if operation == "sync" and fault in (Fault.SHORT, Fault.ZEROS):
-        return
     fs.fail(operation, fault)
     with pytest.raises(OSError):
         journal.flush()
@@ -159,6 +162,19 @@ def test_after_a_failed_flush_a_new_segment_repeats_what_was_not_synced(operatio
     assert f'"segment":1,"start_bytes":{synced}'.encode() in header
     assert frames == [encode_frame(payload(number)) for number in (2, 3, 4)]
     assert numbers(fs) == [1, 2, 3, 4] and journal.synced_bytes == journal.bytes
+
+
+def test_a_segment_whose_folder_could_not_be_synced_is_left_too() -> None:
+    server, fs, _ = nodes()
+    fs.fail("sync", None, Fault.ERROR)
+    journal = writer(fs)
+    journal.append(Note(number=1))
+    fs.fail("sync", None, Fault.ERROR)
+    with pytest.raises(OSError):
+        journal.flush()
+    journal.write(Note(number=2))
+    assert list_segments(fs, FOLDER) == {1: [0, 1, 2]} and numbers(fs) == [1, 2]
+    assert bytes_of(server, 1).count(b"\n") == 2 and bytes_of(server, 2).count(b"\n") == 3
 
 
 def test_a_full_disk_at_the_start_is_no_end() -> None:
@@ -451,10 +467,11 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(
         operation=st.sampled_from(["append", "sync", "mkdir"]),
+        later=st.booleans(),
         fault=st.sampled_from([Fault.ERROR, Fault.FULL, Fault.SHORT, Fault.ZEROS, Fault.UNREPORTED, Fault.HANG, Fault.STOP]),
     )
-    def fail_next(self, operation: str, fault: Fault) -> None:
-        self.fs.fail(operation, fault)
+    def fail_next(self, operation: str, later: bool, fault: Fault) -> None:
+        self.fs.fail(operation, *([None] if later else []), fault)
 
     @rule()
     def flush(self) -> None:

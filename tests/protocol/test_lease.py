@@ -311,6 +311,20 @@ def test_a_dead_holder_is_judged_dead_also_when_it_died_in_a_write(seed: int, al
     assert pair.verdicts[-1] == "dead" and pair.judge.silent_s("rollout-0", 1) >= LEASE_S
 
 
+@pytest.mark.parametrize("stall", [0.2, 0.33, 0.34, 0.45, 0.6, 0.9, 2.0])
+def test_the_longest_silence_of_a_living_holder_is_shorter_than_a_lease(stall: float) -> None:
+    """Its last bytes came at once, then all stands still just before its next renewal, whose bytes come at their latest."""
+    pair = Pair(0)
+    pair.world.lag["observer"] = 0.0
+    pair.run(2 * LEASE_S)
+    pair.run(pair.next_beat - pair.world.clock() - 0.001)
+    pair.world.lag["observer"] = 1.0
+    pair.world.clock.advance(stall * LEASE_S)
+    pair.next_beat = pair.world.clock() + BEAT_S
+    pair.run(LEASE_S)
+    assert "dead" not in pair.verdicts and pair.verdicts[-1] == "alive"
+
+
 def test_a_dead_holder_seen_through_flickering_reads_is_dead() -> None:
     """A reading that finds nothing, between readings of one counter, is no sign of life."""
     pair = Pair(0)
