@@ -25,7 +25,8 @@ class Outbox:
         self._context = context
         self._waiting: deque[tuple[int, str, Copied]] = deque()
         self._writers: dict[str, JournalWriter] = {}
-        self._unflushed: set[str] = set()
+        self._unflushed: dict[str, None] = {}
+        self._refused: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
@@ -37,21 +38,16 @@ class Outbox:
         self._waiting.append((position, receiver, record))
 
     def send(self, synced_bytes: int) -> list[Copied]:
-        """Writes the copies whose originals end at or before `synced_bytes`, and returns them. Raises LeaseLost."""
-        sent: list[Copied] = []
+        """Writes the copies whose originals end at or before `synced_bytes`; returns those handed over. Raises LeaseLost."""
+        handed_over: list[Copied] = []
         while self._waiting and self._waiting[0][0] <= synced_bytes:
-            _, receiver, record = self._waiting[0]
-            try:
-                self._writer(receiver).append(record)
-            except OSError as error:
-                log.warning("copies to %s wait for the filesystem: %s", receiver, error)
-                break
-            self._waiting.popleft()
-            self._unflushed.add(receiver)
-            sent.append(record)
-        for receiver in sorted(self._unflushed):
+            _, receiver, record = self._waiting.popleft()
+            self._writer(receiver).append(record)
+            self._unflushed[receiver] = None
+            handed_over.append(record)
+        for receiver in list(self._unflushed):
             self._flush(receiver)
-        return sent
+        return handed_over
 
     def _writer(self, receiver: str) -> JournalWriter:
         if receiver not in self._writers:
@@ -64,8 +60,11 @@ class Outbox:
 
     def _flush(self, receiver: str) -> None:
         try:
-            self._writers[receiver].flush()
+            self._writers[receiver].flush_when_due()
         except OSError as error:
-            log.warning("copies to %s wait for the filesystem: %s", receiver, error)
+            if receiver not in self._refused:
+                log.warning("copies to %s wait for the filesystem: %s", receiver, error)
+            self._refused.add(receiver)
         else:
-            self._unflushed.discard(receiver)
+            self._refused.discard(receiver)
+            del self._unflushed[receiver]

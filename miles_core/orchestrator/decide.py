@@ -64,7 +64,7 @@ class Balancer(Generic[R]):
     """Gives work to the receiver with the least of it; made once per round, one pick costs the logarithm of their number."""
 
     def __init__(self, loads: Iterable[tuple[R, int]], *, limits: dict[str, int] | None = None) -> None:
-        """`loads`: live receivers and their unfinished work; `limits`, by writer: one at its limit gets no more."""
+        """`loads`: live receivers and their unfinished work. `limits`, by writer: who reached it gets no more."""
         self._limits = limits
         self._heap: list[tuple[int, int, R]] = []
         for index, (receiver, load) in enumerate(loads):

@@ -47,6 +47,7 @@ class Orchestrator:
         self._liveness = LivenessWatch(context, all_writers(context.recipe))
         self._watchdog = Watchdog(context, self._liveness)
         self._reporter = Reporter(context, self.state, self.planner)
+        self._border = _Border()
         self._unsynced: list[Emitted | WriterCut] = []
         self._rounds_to_read = 0 if context.attempt == 1 else _REBUILD_ROUNDS
         self._stop_is_sent = False
@@ -74,13 +75,13 @@ class Orchestrator:
 
     def tick(self) -> bool:
         """One round; False when it was the last."""
-        _try("the learner's journal", self._read_steps)
-        _try("the leases", self._read_manifests)
+        self._border.attempt("the learner's journal", self._read_steps)
+        self._border.attempt("the leases", self._read_manifests)
         self._liveness.observe()
         self._look_for_supervisor()
         if self._context.leave.is_set():
             # What cannot be written now was seen by nobody: a successor decides it again.
-            _try("the own journal", self._journal.flush)
+            self._border.attempt("the own journal", self._journal.flush)
             return False
         if self.state.trained_step >= self._context.recipe.steps:
             return not self._end()
@@ -115,7 +116,7 @@ class Orchestrator:
         if now - self._looked_for_supervisor_at < min(60.0, self._context.timing.orphan_s / 10):
             return
         self._looked_for_supervisor_at = now
-        if _try("the supervisor's heartbeat", self._context.check_orphaned):
+        if self._border.attempt("the supervisor's heartbeat", self._context.check_orphaned):
             log.warning("no supervisor was seen for %g s: leaving", self._context.timing.orphan_s)
             self._context.leave.set()
 
@@ -147,9 +148,9 @@ class Orchestrator:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        _try("the own journal", self._journal.flush_when_due)
+        self._border.attempt("the own journal", self._journal.flush_when_due)
         self._send()
-        _try("the liveness table", self._liveness.publish)
+        self._border.attempt("the liveness table", self._liveness.publish)
 
     def _send(self) -> None:
         if self._journal.synced_bytes == self._journal.bytes:
@@ -176,12 +177,12 @@ class Orchestrator:
             self._stop_is_sent = True
             for receiver in [*self._rollouts, *self._graders]:
                 self._outbox.add(self._journal.bytes, receiver, Stop(reason="the run is over"))
-        _try("the own journal", self._journal.flush)
+        self._border.attempt("the own journal", self._journal.flush_when_due)
         self._send()
         if self._journal.synced_bytes < self._journal.bytes or not self._outbox.is_empty:
             return False
         self._reporter.close()
-        return _try("the completion record", self._finish) is True
+        return self._border.attempt("the completion record", self._finish) is True
 
     def _finish(self) -> bool:
         self._context.finish(self._journal, "completed")
@@ -191,10 +192,22 @@ class Orchestrator:
         crash_point("orchestrator", name, number, self._context.attempt)
 
 
-def _try(what: str, call: Callable[[], Result]) -> Result | None:
-    """The border to the filesystem: an OSError is logged, and the caller comes again at the next round."""
-    try:
-        return call()
-    except OSError as error:
-        log.warning("%s: %s; tried again in the next round", what, error)
-        return None
+class _Border:
+    """The border to the filesystem: an OSError costs a round. It is logged when it begins and when it is over."""
+
+    def __init__(self) -> None:
+        self._failing: set[str] = set()
+
+    def attempt(self, what: str, call: Callable[[], Result]) -> Result | None:
+        """The result of `call`; None after an OSError."""
+        try:
+            result = call()
+        except OSError as error:
+            if what not in self._failing:
+                log.warning("%s: %s; tried again in each round", what, error)
+            self._failing.add(what)
+            return None
+        if what in self._failing:
+            log.info("%s: goes on", what)
+            self._failing.discard(what)
+        return result

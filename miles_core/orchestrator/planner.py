@@ -126,18 +126,13 @@ class Planner:
     # --- work --------------------------------------------------------------------------------------------------------
 
     def _give_out(self, rollouts: Sequence[Receiver]) -> None:
-        """Lost samples first, then new groups."""
-        new = self._num_to_issue()
-        if not self._state.lost and not new:
-            return
-        balancer = Balancer(((receiver, self._state.load(receiver)) for receiver in rollouts), limits=self._limits)
-        if balancer:
-            self._give_out_again(balancer)
-        for _ in range(self._num_to_issue()):
-            receiver = balancer.pick(self._recipe.orchestrator.samples)
-            if receiver is None:
-                return
-            self._issue(receiver)
+        """Lost samples first, whoever has how much: a batch waits for them. Then new groups, to those with room."""
+        if self._state.lost and rollouts:
+            self._give_out_again(Balancer((receiver, self._state.load(receiver)) for receiver in rollouts))
+        num_new = self._num_to_issue()
+        if num_new and rollouts:
+            loads = ((receiver, self._state.load(receiver)) for receiver in rollouts)
+            self._issue(num_new, Balancer(loads, limits=self._limits))
 
     def _num_to_issue(self) -> int:
         spec = self._recipe.orchestrator
@@ -156,9 +151,8 @@ class Planner:
                 continue
             tried = {order.receiver for index in indices for order in group.samples[index].orders}
             receiver = balancer.pick(len(indices), avoid=tried)
-            if receiver is None:
-                return
-            self._order(receiver, group, tuple(indices))
+            if receiver is not None:
+                self._order(receiver, group, tuple(indices))
 
     def _is_exhausted(self, group: Group, indices: list[int]) -> bool:
         for index in indices:
@@ -169,19 +163,21 @@ class Planner:
                 return True
         return False
 
-    def _issue(self, receiver: Receiver) -> None:
-        number = self._state.next_group
-        group_id = f"g{number}.o{self._attempt}"
+    def _issue(self, num_groups: int, balancer: Balancer[Receiver]) -> None:
         num_samples = self._recipe.orchestrator.samples
-        self._emit(
-            GroupIssued(
-                group_id=group_id,
+        for _ in range(num_groups):
+            receiver = balancer.pick(num_samples)
+            if receiver is None:
+                return
+            number = self._state.next_group
+            group = GroupIssued(
+                group_id=f"g{number}.o{self._attempt}",
                 task_seed=derive_seed(self._recipe.seed, "task", number),
                 num_samples=num_samples,
                 bucket=self._recipe.environment.family,
             )
-        )
-        self._order(receiver, self._state.groups[group_id], tuple(range(num_samples)))
+            self._emit(group)
+            self._order(receiver, self._state.groups[group.group_id], tuple(range(num_samples)))
 
     def _order(self, receiver: Receiver, group: Group, indices: tuple[int, ...]) -> None:
         spec = self._recipe.orchestrator

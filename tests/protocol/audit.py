@@ -127,7 +127,11 @@ class Audit:
         cut: set[tuple[str, int]] = set()
         owner: dict[str, Order] = {}
         times: Counter[str] = Counter()
-        usable = {(row.order_id, row.sample_id) for _, _, row in self.listed.values() if row.status != "failed"}
+        usable = {
+            (row.order_id, row.sample_id, writer, attempt)
+            for writer, attempt, row in self.listed.values()
+            if row.status != "failed"
+        }
         for record in self.decisions:
             if isinstance(record, WriterCut):
                 cut.add((record.cut.writer, record.cut.attempt))
@@ -139,6 +143,7 @@ class Audit:
                     continue
                 why = self.gone.get((before.order_id, sample)) or self.gone.get((before.order_id, str(index)))
                 times[sample] -= why == "returned"
-                assert why or (before.receiver, before.receiver_attempt) in cut, f"{sample}: {before.order_id} taken away"
-                assert (before.order_id, sample) not in usable, f"{sample}: asked for again though it was listed"
+                before_owner = (before.receiver, before.receiver_attempt)
+                assert why or before_owner in cut, f"{sample}: {before.order_id} taken away"
+                assert (before.order_id, sample, *before_owner) not in usable, f"{sample}: asked for again though it was listed"
         assert max(times.values(), default=0) <= self.recipe.rollout.sample_attempts

@@ -3,7 +3,7 @@
 Real: run directory, leases, heartbeats, journals, followers, cuts, records, shards and versions (with `real_files`), and the
 orchestrator's loop. Invented: time (one clock, moved by the cluster), what is sampled and graded, and the supervisor, which
 replaces whom the test tells it to. Every role is a generator that is stepped in an order drawn from the seed, so a seed is
-a schedule and a failure can be run again. A process can be killed in the middle of any filesystem call, be frozen and go on as
+a schedule and a failure can be run again. A process can be killed in the middle of any write, be frozen and go on as
 a zombie after its successor started, or be replaced while it works. Names and bytes become visible to other nodes late, by
 less than visibility_s.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 import xxhash
 
 from miles_core.errors import LeaseLost
+from miles_core.orchestrator.loop import Orchestrator
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe, Timing
 from miles_core.records import Cuts, Intent, JobEnded, RunClosed, Submitted, split_writer
@@ -32,7 +33,7 @@ TIMING = Timing(visibility_s=1.0, lease_s=8.0, poll_s=0.1, sync_s=0.05, stall_s=
 
 
 class Killed(BaseException):
-    """kill -9 in the middle of a filesystem call."""
+    """kill -9 in the middle of a write."""
 
 
 def simulated_recipe(**changes: object) -> Recipe:
@@ -68,26 +69,30 @@ class Clock:
 class Disk:
     """What all nodes share: when which bytes and names were written, and what fails where."""
 
-    def __init__(self, clock: Clock, hidden_s: float) -> None:
-        self.clock, self._hidden_s = clock, hidden_s
+    def __init__(self, clock: Clock, hidden_s: float, root: Path) -> None:
+        self.clock, self._hidden_s, self._root = clock, hidden_s, str(root)
         self._sizes: dict[str, list[tuple[float, int]]] = {}
         self._created: dict[str, float] = {}
         self._writer: dict[str, str] = {}
-        self.kill_after: dict[str, int] = {}
-        """Filesystem calls that a node may still make."""
+        self.deaths: dict[str, tuple[int, float]] = {}
+        """Writes that a node may still do, and the share of the last one that gets through."""
+        self.writes: dict[str, int] = {}
+        """Writes that a node did."""
         self.failing_until: dict[str, float] = {}
         """OSError on a node until then; node `` is all of them but the supervisor's, which only tells the tale."""
 
-    def check(self, node: str) -> bool:
-        """Raises what the node's next call shall raise; True if the process dies in this call."""
+    def check(self, node: str) -> None:
+        """Raises what the node's next call shall raise."""
         everywhere = 0.0 if node.startswith("supervisor") else self.failing_until.get("", 0.0)
         if self.clock() < max(self.failing_until.get(node, 0.0), everywhere):
             raise OSError(5, "simulated input/output error")
-        left = self.kill_after.get(node)
-        if left is not None:
-            self.kill_after[node] = left - 1
-            return left <= 0
-        return False
+
+    def share_written(self, node: str) -> float:
+        """The share of a write that gets through before the process dies; more than 1: it lives."""
+        self.writes[node] = self.writes.get(node, 0) + 1
+        left, share = self.deaths.get(node, (1 << 60, 1.0))
+        self.deaths[node] = (left - 1, share)
+        return 2.0 if left > 0 else share
 
     def wrote(self, node: str, path: str, size: int) -> None:
         """Bytes up to `size` are there from now on."""
@@ -120,7 +125,7 @@ class Disk:
         return max((mark for when, mark in marks if when <= self._horizon(node, path)), default=0)
 
     def _horizon(self, node: str, path: str) -> float:
-        share = (xxhash.xxh3_64_intdigest(f"{node} {path}".encode()) % 1000) / 1000
+        share = (xxhash.xxh3_64_intdigest(f"{node} {path.removeprefix(self._root)}".encode()) % 1000) / 1000
         return self.clock() - share * self._hidden_s
 
 
@@ -130,47 +135,50 @@ class NodeFS(FileSystem):
     def __init__(self, disk: Disk, node: str) -> None:
         self._disk, self._node = disk, node
 
-    def _die_if(self, dies: bool) -> None:
-        if dies:
-            raise Killed(self._node)
-
     def append(self, path: Path, data: bytes) -> None:
-        dies = self._disk.check(self._node)
-        super().append(path, data[: len(data) // 2] if dies else data)
-        self._disk.wrote(self._node, str(path), path.stat().st_size)
-        self._die_if(dies)
+        self._disk.check(self._node)
+        share = self._disk.share_written(self._node)
+        if share > 0:
+            super().append(path, data[: int(len(data) * min(share, 1.0))])
+            self._disk.wrote(self._node, str(path), path.stat().st_size)
+        self._die_after(share)
 
     def overwrite(self, path: Path, data: bytes) -> None:
-        self._die_if(self._disk.check(self._node))
+        self._disk.check(self._node)
         super().overwrite(path, data)
 
     def read(self, path: Path, offset: int = 0, limit: int = -1) -> bytes:
-        self._die_if(self._disk.check(self._node))
+        self._disk.check(self._node)
         if not self._disk.shows(self._node, str(path)):
             raise FileNotFoundError(2, "not visible yet", str(path))
         data = super().read(path, offset, limit)
         return data[: max(0, self._disk.visible_size(self._node, str(path), offset + len(data)) - offset)]
 
     def sync(self, path: Path) -> None:
-        self._die_if(self._disk.check(self._node))
+        self._disk.check(self._node)
 
     def link(self, source: Path, target: Path) -> None:
-        self._die_if(self._disk.check(self._node))
+        self._disk.check(self._node)
         super().link(source, target)
         self._disk.named(self._node, str(target))
 
     def rename(self, source: Path, target: Path) -> None:
-        dies = self._disk.check(self._node)
-        existed = target.exists()
-        super().rename(source, target)
-        if not existed:
-            self._disk.named(self._node, str(target))
-        self._die_if(dies)
+        self._disk.check(self._node)
+        share, existed = self._disk.share_written(self._node), target.exists()
+        if share > 0.5:
+            super().rename(source, target)
+            if not existed:
+                self._disk.named(self._node, str(target))
+        self._die_after(share)
 
     def listdir(self, path: Path) -> list[str]:
-        self._die_if(self._disk.check(self._node))
+        self._disk.check(self._node)
         folder = f"{path}/"
         return [name for name in super().listdir(path) if self._disk.shows(self._node, folder + name)]
+
+    def _die_after(self, share: float) -> None:
+        if share <= 1.0:
+            raise Killed(self._node)
 
 
 Steps = Iterator[None]
@@ -193,6 +201,7 @@ class Process:
         self.has_started = False
         """Set by the role once an OSError is no longer a reason to end."""
         self.frozen_until = 0.0
+        self.orchestrator: Orchestrator | None = None
         self._steps = self._run(steps)
         self._next_beat = self._next_look = 0.0
 
@@ -274,7 +283,7 @@ class SimCluster:
 
         self.seed, self.rng, self.real_files = seed, random.Random(seed), real_files
         self.clock = Clock()
-        self.disk = Disk(self.clock, 0.9 * timing.visibility_s if hidden_s is None else hidden_s)
+        self.disk = Disk(self.clock, 0.9 * timing.visibility_s if hidden_s is None else hidden_s, folder)
         self.paths = RunPaths(folder)
         self.recipe = recipe or simulated_recipe()
         self.run = RunConfig(
@@ -390,12 +399,12 @@ KILLS = ("kill", "freeze", "ghost", "drain")
 def hurt(cluster: SimCluster, writer: str, how: str) -> None:
     """Something befalls the newest attempt of a role, and the supervisor replaces it a while later.
 
-    kill: it dies in one of its next filesystem calls. freeze: it stands still and goes on after its successor started.
+    kill: it dies in one of its next writes. freeze: it stands still and goes on after its successor started.
     ghost: it is replaced though it works. drain: it is asked to leave.
     """
     process, rng = cluster.newest(writer), cluster.rng
     if how == "kill":
-        cluster.disk.kill_after[process.node] = rng.randrange(25)
+        cluster.disk.deaths[process.node] = (rng.randrange(8), rng.random())
     elif how == "freeze":
         process.frozen_until = cluster.clock() + rng.uniform(2, 25)
     elif how == "drain":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,7 +46,7 @@ def orchestrator(process: Process) -> Steps:
     """The real loop, one tick a step."""
     yield from _until_cuttable(process)
     loop = Orchestrator(process.context)
-    process.orchestrator = loop  # type: ignore[attr-defined]
+    process.orchestrator = loop
     loop.start()
     process.has_started = True
     while loop.tick():
@@ -184,11 +184,17 @@ class Rollout:
 
 
 def rollout(process: Process) -> Steps:
-    """A replica until it is told to stop; asked to leave, it gives back, ends what runs, and leaves."""
-    replica = Rollout(process, process.context.journal())
+    """A replica, from its first record to its last."""
+    yield from serve(Rollout(process, process.context.journal()))
+
+
+def serve(replica: Rollout) -> Steps:
+    """Works until it is told to stop; asked to leave, it gives back, ends what runs, and leaves."""
+    process = replica.process
     process.has_started = True
     while replica.inbox.stop is None:
         if process.context.leave.is_set():
+            process.context.state = "leaving"
             replica.give_back()
             if not replica.running:
                 break
@@ -201,10 +207,10 @@ def rollout(process: Process) -> Steps:
             yield
 
 
-def _patiently(action: object) -> bool:
+def _patiently(action: Callable[[], object]) -> bool:
     """True if the action succeeded; False after an OSError."""
     try:
-        action()  # type: ignore[operator]
+        action()
     except OSError:
         return False
     return True
@@ -220,6 +226,11 @@ def reward_of(identifier: str) -> float:
 
 def grader(process: Process) -> Steps:
     """A grader until it is told to stop or to leave; now and then it has no grade."""
+    yield from judge(process, lambda identifier: process.rng.random() < NO_GRADE)
+
+
+def judge(process: Process, fails: Callable[[str], bool]) -> Steps:
+    """Answers every trajectory; `fails`: whether there is no grade for it."""
     context, journal = process.context, process.context.journal()
     inbox, queue = Inbox(context), list[GradeOrder]()
     process.has_started, context.state = True, "serving"
@@ -229,7 +240,7 @@ def grader(process: Process) -> Steps:
             assert isinstance(order, GradeOrder)
             queue.append(order)
         if queue and process.rng.random() < 0.5:
-            journal.append(_answer(process, queue.pop(0)))
+            journal.append(_answer(process, queue.pop(0), fails))
         context.load = sum(len(order.items) for order in queue)
         journal.flush()
 
@@ -241,15 +252,15 @@ def grader(process: Process) -> Steps:
             yield
 
 
-def _answer(process: Process, order: GradeOrder) -> Graded:
+def _answer(process: Process, order: GradeOrder, fails: Callable[[str], bool]) -> Graded:
     entries = []
     for item in order.items:
         value = reward_of(item.trajectory_id)
         grade = Grade(value=value, std=0.0, source="simulated", timestamp=process.cluster.clock())
-        fails = process.rng.random() < NO_GRADE
-        entries.append(
-            GradeEntry(trajectory_id=item.trajectory_id, grade=None if fails else grade, error="it failed" if fails else "")
-        )
+        if fails(item.trajectory_id):
+            entries.append(GradeEntry(trajectory_id=item.trajectory_id, grade=None, error="it failed"))
+        else:
+            entries.append(GradeEntry(trajectory_id=item.trajectory_id, grade=grade))
     return Graded(order_id=order.order_id, entries=tuple(entries))
 
 

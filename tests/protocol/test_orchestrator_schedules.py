@@ -28,7 +28,7 @@ def run_schedule(folder: Path, seed: int) -> SimCluster:
     cluster.start()
     writers = all_writers(cluster.recipe)
     for _ in range(draw.randrange(8)):
-        due_s = cluster.clock() + draw.uniform(0, 8)
+        due_s = cluster.clock() + draw.uniform(0, 5)
         cluster.run_until(lambda due_s=due_s: cluster.clock() >= due_s or cluster.is_over())
         if cluster.is_over():
             break
