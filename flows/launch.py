@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.schedulers import make_scheduler
-
 from cluster.profile import ClusterProfile
+from cluster.schedulers import make_scheduler
 from cluster.supervise import Progress, Supervisor, read_closed, supervisor_context, take_epoch
 from miles_core.paths import RunPaths
 from miles_core.records import Incident, RunClosed

@@ -44,12 +44,17 @@ def background(log: Path, env: dict[str, str], *argv: str) -> Iterator[subproces
         try:
             yield process
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(timeout=20)
+            end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """TERM, then KILL, for a process and its children; nothing if it has ended."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+            return
 
 
 @pytest.fixture
