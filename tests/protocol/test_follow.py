@@ -796,6 +796,7 @@ class ActAndCut(RuleBasedStateMachine):
         """All faults end; the newest attempt opens and writes a last record; all readers catch up."""
         for fs, _ in self.readers:
             fs.heal()
+        self.is_asleep = True  # nobody else acts any more
         newest = self.attempts[-1]
         newest.fs.heal()
         if newest.attempt not in self.opened:
