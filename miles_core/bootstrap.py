@@ -15,17 +15,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import random
 import shutil
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles_core.environments import calculator, reasoning_gym
+from miles_core.environments.base import Message
+from miles_core.environments.calculator import calculate
+from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
 from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
+from miles_core.store.fs import FileSystem
+from miles_core.store.publish import temp_path
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +48,10 @@ CHAT_TEMPLATE = (
 MAX_VOCABULARY = 1024
 """Bound of the merges; the closed language of the demonstrations stops far below it."""
 
-Messages = list[tuple[str, str]]
-"""(role, content) of one conversation."""
+CORPUS = 2000
+"""Questions from which the tokenizer learns its merges."""
+
+Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -60,19 +66,19 @@ class WarmUp:
     mlp: int = 192
     init_range: float = 0.1
     """About 1/sqrt(hidden). At Hugging Face's default 0.02 a model this narrow learns to copy 2-3 times later."""
-    clean_steps: int = 300
-    noisy_steps: int = 100
+    clean_steps: int = 400
+    careless_steps: int = 100
     batch: int = 16
-    lr: float = 2e-3
+    lr: float = 3e-3
     ramp_steps: int = 30
     seed: int = 0
-    guess: float = 0.3
+    guess: float = 0.55
     """The careless demonstrator's chance to answer with a made-up number instead of calling the calculator ..."""
     cut: float = 0.15
     """... to leave the last term out of a call ..."""
     cut_long: float = 0.6
     """... out of a long one: over 0.5, so that the greedy policy learns this bad habit too ..."""
-    ignore: float = 0.35
+    ignore: float = 0.1
     """... and to answer with a made-up number instead of the result."""
     long_characters: int = 10
     """Expressions with more characters are long."""
@@ -84,22 +90,17 @@ WARM_UPS: dict[str, WarmUp] = {"chain_sum": WarmUp()}
 def ensure_base_model(name: str, environment: EnvironmentSpec, cache: Path, *, progress: Progress | None = None) -> Path:
     """The folder of base model `name` in the cache, made first if it is not there. Raises RecipeError."""
     target = cache / f"{name}-{bootstrap_digest(name, environment)}"
-    if target.exists():
-        return target
-    temporary = cache / f".{target.name}.{uuid.uuid4().hex}"
-    try:
-        make_base_model(name, environment, temporary, progress=progress)
-        _publish_folder(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return target
+    return ensure_folder(target, lambda folder: make_base_model(name, environment, folder, progress=progress))
 
 
 def bootstrap_digest(name: str, environment: EnvironmentSpec) -> str:
-    """The cache key, 16 hex digits: settings, task family and options, and this module's own source."""
-    settings = _settings(name, environment)
+    """The cache key, 16 hex digits: settings, task family and options, and the source of this module and of its tasks."""
+    settings = find_warm_up(name, environment)
     key = json.dumps([name, asdict(settings), environment.family, environment.options], sort_keys=True)
-    return hashlib.sha256(key.encode() + Path(__file__).read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(key.encode())
+    for source in (__file__, calculator.__file__, reasoning_gym.__file__):
+        digest.update(Path(source).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def make_base_model(name: str, environment: EnvironmentSpec, folder: Path, *, progress: Progress | None = None) -> None:
@@ -107,39 +108,54 @@ def make_base_model(name: str, environment: EnvironmentSpec, folder: Path, *, pr
 
     Raises RecipeError for a name or an environment this module has no demonstrations for.
     """
-    settings = _settings(name, environment)
+    build(find_warm_up(name, environment), environment, folder, progress or (lambda stage, share: None))
+
+
+def build(settings: WarmUp, environment: EnvironmentSpec, folder: Path, progress: Progress) -> None:
+    """Tokenizer, model and warm-up of these settings, saved into `folder`."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     demonstrator = Demonstrator(settings, environment)
-    tokenizer = make_tokenizer(text for messages in demonstrator.corpus(2000) for text in _texts(messages))
-    model = warm_up(settings, demonstrator, tokenizer, progress or (lambda stage, share: None))
+    tokenizer = make_tokenizer(demonstrator.clean()[0].content for _ in range(CORPUS))
+    model = warm_up(settings, demonstrator, tokenizer, progress)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _settings(name: str, environment: EnvironmentSpec) -> WarmUp:
+def find_warm_up(name: str, environment: EnvironmentSpec) -> WarmUp:
+    """The settings of a warm-up that fits the environment. Raises RecipeError."""
     if name not in WARM_UPS:
         raise RecipeError(f"model.bootstrap: no warm-up named {name!r}; there are: {', '.join(sorted(WARM_UPS))}")
-    if environment.family != "chain_sum" or environment.tool != "calculator":
+    if environment.family != "chain_sum" or environment.tool != "calculator" or environment.max_turns < 2:
         raise RecipeError(
-            f"model.bootstrap={name!r} demonstrates chain_sum with the calculator, not family={environment.family!r} with "
-            f"tool={environment.tool!r}: set environment.family: chain_sum and tool: calculator, or give model.path"
+            f"model.bootstrap={name!r} demonstrates chain_sum with one call of the calculator, not family="
+            f"{environment.family!r} with tool={environment.tool!r} and max_turns={environment.max_turns}: set environment."
+            f"family: chain_sum, tool: calculator and max_turns: 2 or more, or give model.path"
         )
     return WARM_UPS[name]
 
 
-def _publish_folder(temporary: Path, target: Path) -> None:
-    """Syncs every file, then renames; a folder that another maker put there first stays."""
-    for path in (*temporary.iterdir(), temporary):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def ensure_folder(target: Path, make: Callable[[Path], None]) -> Path:
+    """Lets `make` fill a folder and publishes it as `target`, unless that exists; whoever renames first wins."""
+    if target.exists():
+        return target
+    fs = FileSystem()
+    temporary = temp_path(target)
     try:
-        temporary.rename(target)
+        make(temporary)
+        for path in (*temporary.iterdir(), temporary):
+            fs.sync(path)
+        fs.rename(temporary, target)
+        fs.sync(target.parent)
     except OSError:
+        # Another maker was first: a folder that holds something cannot be replaced.
         if not target.exists():
             raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
 
 
 # Tokenizer
@@ -173,11 +189,6 @@ def make_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _texts(messages: Messages) -> Iterator[str]:
-    for _, content in messages:
-        yield content.replace(CALL_OPEN, "").replace(CALL_CLOSE, "")
-
-
 # Demonstrations
 
 
@@ -185,73 +196,48 @@ class Demonstrator:
     """Plays calculator episodes on training questions: cleanly, or carelessly."""
 
     def __init__(self, settings: WarmUp, environment: EnvironmentSpec) -> None:
-        import reasoning_gym
-
         self._settings = settings
-        self._rng = random.Random(f"demonstrator {settings.seed}")
-        self._dataset = reasoning_gym.create_dataset(
-            environment.family, seed=DEMONSTRATION_SEED, size=DEMONSTRATION_SIZE, **environment.options
-        )
-
-    def corpus(self, count: int) -> list[Messages]:
-        """Clean episodes for the tokenizer's merges."""
-        return [self.clean() for _ in range(count)]
+        self._rng = random.Random(settings.seed)
+        self._environment = ReasoningGymEnvironment(environment)
 
     def clean(self) -> Messages:
         """Calls the calculator on the whole expression and states its result."""
         question, expression = self._question()
-        return _episode(question, expression, _value(expression))
+        return _episode(question, expression, calculate(expression))
 
     def careless(self) -> Messages:
         """Often guesses, calls on a cut expression, or ignores the result."""
         question, expression = self._question()
         rng, settings = self._rng, self._settings
         if rng.random() < settings.guess:
-            return [("user", question), ("assistant", self._guess())]
+            return (Message("user", question), Message("assistant", self._guess()))
         long = len(expression) > settings.long_characters
         if rng.random() < (settings.cut_long if long else settings.cut):
             expression = _cut(expression)
-        answer = self._guess() if rng.random() < settings.ignore else _value(expression)
+        answer = self._guess() if rng.random() < settings.ignore else calculate(expression)
         return _episode(question, expression, answer)
 
     def _guess(self) -> str:
-        return str(self._rng.randint(0, 99))
+        return str(self._rng.randrange(100))
 
     def _question(self) -> tuple[str, str]:
-        while True:
-            entry = self._dataset[self._rng.randrange(DEMONSTRATION_SIZE)]
-            if not _is_eval(entry["question"]):
-                return entry["question"], entry["metadata"]["expression"]
-
-
-DEMONSTRATION_SEED = 1_000_000_007
-DEMONSTRATION_SIZE = 1_000_000
+        task = self._environment.episode(self._rng.getrandbits(32), "train").task
+        return task.question, task.entry["metadata"]["expression"]
 
 
 def _episode(question: str, expression: str, answer: str) -> Messages:
-    return [
-        ("user", question),
-        ("assistant", f"{CALL_OPEN}{expression}{CALL_CLOSE}"),
-        ("tool", _value(expression)),
-        ("assistant", answer),
-    ]
+    return (
+        Message("user", question),
+        Message("assistant", f"{CALL_OPEN}{expression}{CALL_CLOSE}"),
+        Message("tool", calculate(expression)),
+        Message("assistant", answer),
+    )
 
 
 def _cut(expression: str) -> str:
-    """The expression without its last term."""
-    return " ".join(expression.split(" ")[:-2])
-
-
-def _value(expression: str) -> str:
-    """The value of `a + b - c ...`."""
+    """`a + b - c` without its last term; a single term stays."""
     parts = expression.split(" ")
-    signs = {"+": 1, "-": -1}
-    pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return str(int(parts[0]) + sum(signs[sign] * int(term) for sign, term in pairs))
-
-
-def _is_eval(question: str) -> bool:
-    return int(hashlib.md5(question.encode()).hexdigest(), 16) % 4 == 0
+    return " ".join(parts[: max(1, len(parts) - 2)])
 
 
 # Warm-up
@@ -270,7 +256,7 @@ def warm_up(
             torch.manual_seed(settings.seed)
             model = _fresh_model(settings, tokenizer)
             optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-            steps = settings.clean_steps + settings.noisy_steps
+            steps = settings.clean_steps + settings.careless_steps
             for step in range(steps):
                 clean = step < settings.clean_steps
                 play = demonstrator.clean if clean else demonstrator.careless
@@ -315,7 +301,7 @@ def _schedule(step: int, steps: int, ramp_steps: int) -> float:
 def _update(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rows: Sequence[tuple[list[int], list[bool]]], pad: int
 ) -> None:
-    """One step of next-token loss on the demonstrator's own tokens. Right padding needs no attention mask: nothing looks back at it."""
+    """One step of next-token loss on the assistant's tokens. Right padding needs no attention mask: nothing sees it."""
     import torch
 
     length = max(len(tokens) for tokens, _ in rows)
@@ -330,12 +316,12 @@ def _update(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, messages: Messages) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation in the chat template's form, and which of them the assistant said (its end token too)."""
-    ids: list[int] = []
-    own: list[bool] = []
-    end = tokenizer.convert_tokens_to_ids(END)
-    for role, content in messages:
-        said = [*tokenizer.encode(content, add_special_tokens=False), end]
-        ids += [tokenizer.convert_tokens_to_ids(f"<|{role}|>"), *said]
-        own += [False, *([role == "assistant"] * len(said))]
+    """Token ids of a conversation in the chat template, and which of them the assistant said (its end token too)."""
+    text = tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in messages], tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    opens, end = tokenizer.convert_tokens_to_ids("<|assistant|>"), tokenizer.convert_tokens_to_ids(END)
+    own, speaking = [], False
+    for token in ids:
+        own.append(speaking)
+        speaking = token == opens or (speaking and token != end)
     return ids, own

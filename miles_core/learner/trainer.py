@@ -1,0 +1,290 @@
+"""The learner's DeepSpeed engine: trajectories and advantages in, new weights out.
+
+One batch is one step: at most `minibatches` optimizer updates over whole groups. `logp_old` of every trained token is
+computed under the weights at the start of the step; each update's loss is the mean over all sampled tokens of its
+minibatch, and rows without signal (advantage 0) are counted in it but never computed, since they add nothing.
+
+Invariants: the same state and inputs give the same bytes, however the rows lie in microbatches the same gradient; the
+learning rate is a function of the step's number; a step in which no row has signal changes nothing and is still a step.
+Every rank calls every method, with the same arguments; rows are dealt over the ranks here.
+
+Failure: an update that is not finite is not hidden but returned as a metric that is not finite: the weights are lost then,
+and the caller must not use them. Everything slow or fragile in DeepSpeed's start is avoided: no extension is compiled
+(client torch AdamW, no shm_comm), and a single process needs no port and no launcher.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from miles_core.errors import MilesError, RecipeError
+from miles_core.learner.batching import Indexes, Microbatch, context_length, contexts, microbatches, split_groups, with_signal
+from miles_core.learner.objective import PolicyLoss, mismatch_metrics, ppo_clip_loss
+from miles_core.recipe import LearnerSpec
+from miles_core.trajectories.schema import Trajectory
+
+Dtype = Literal["float32", "bfloat16"]
+CHECKPOINT_TAG = "engine"
+MAX_BUCKET_ELEMENTS = 200_000_000
+"""Bound of a gradient reduction's buffer."""
+LOGPROB_ROWS = 16
+"""Rows per forward pass of logprobs()."""
+
+
+class Policy(torch.nn.Module):
+    """A causal language model that gives logprobs of chosen tokens; only their positions reach the head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N] float32 log softmax(logits / temperature) of the targets, and [N] the entropy of that softmax (no gradient)."""
+        hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        chosen = hidden.flatten(0, 1).index_select(0, batch.where)
+        logits = self.model.get_output_embeddings()(chosen).float() / batch.temperatures[:, None]
+        logprobs = torch.log_softmax(logits, dim=-1)
+        detached = logprobs.detach()
+        entropy = -(detached.exp() * detached).sum(dim=-1)
+        return logprobs.gather(-1, batch.targets[:, None])[:, 0], entropy
+
+
+class Trainer:
+    """See module. Changes the process: initialises torch.distributed and asks torch for deterministic algorithms."""
+
+    def __init__(self, model_folder: Path, spec: LearnerSpec, dtype: Dtype, *, device: str = "cpu") -> None:
+        self._spec = spec
+        self._engine = _make_engine(model_folder, spec, dtype, device)
+        self._module: Policy = self._engine.module
+        self._device: torch.device = self._engine.device
+        self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def train(self, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating], step: int) -> dict[str, float]:
+        """Trains one batch as step `step` (from 1). Returns metrics; one that is not finite means that the weights are lost."""
+        if len(trajectories) != len(advantages):
+            raise ValueError(f"step {step}: {len(trajectories)} trajectories, but {len(advantages)} advantages")
+        rate = learning_rate(self._spec, step)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        parts = split_groups(trajectories, self._spec.minibatches)
+        sizes = [sum(trajectories[row].num_sampled for row in part) for part in parts]
+        batches = [self._microbatches(part, trajectories, advantages) for part in parts]
+        old, metrics = self._old_logprobs(batches)
+        updates = [
+            self._update(batch, logprobs, size) for batch, logprobs, size in zip(batches, old, sizes, strict=True) if batch
+        ]
+        return {**metrics, **_mean_update(updates), "lr": rate}
+
+    def logprobs(self, token_lists: Sequence[Sequence[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]:
+        """log softmax(logits / temperature) of every token but the first of each list: float32 [len - 1] each."""
+        results: list[npt.NDArray[np.float32]] = []
+        for begin in range(0, len(token_lists), LOGPROB_ROWS):
+            chunk = token_lists[begin : begin + LOGPROB_ROWS]
+            with torch.no_grad():
+                values, _ = self._engine(contexts(chunk, temperature).to(self._device))
+            lengths = [len(tokens) - 1 for tokens in chunk]
+            results += [part.cpu().numpy() for part in values.split(lengths)]
+        return results
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights in CPU memory under their Hugging Face names, in the model's dtype; tied ones once."""
+        with _gathered(self._module, self._spec.zero_stage):
+            unique: dict[int, tuple[str, torch.Tensor]] = {}
+            for name, tensor in self._module.model.state_dict(keep_vars=True).items():
+                unique.setdefault(id(tensor), (name, tensor))
+            return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in unique.values()}
+
+    def save(self, folder: Path) -> None:
+        """Fills `folder` with everything load() needs to go on bit-exactly."""
+        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Takes the state of a folder that save() filled, with as many ranks. Unpickles: verify the files first (I17)."""
+        if not (folder / CHECKPOINT_TAG).is_dir():
+            raise MilesError(f"{folder} holds no checkpoint of the learner (expected a folder {CHECKPOINT_TAG!r} in it)")
+        self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+
+    def _microbatches(
+        self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]
+    ) -> list[Microbatch]:
+        """This rank's microbatches of one minibatch, as many as on every other rank; none if no row has signal."""
+        rows = with_signal(part, trajectories, advantages)
+        if not rows:
+            return []
+        rows.sort(key=lambda row: context_length(trajectories[row]))
+        size = self._spec.microbatch
+        own = microbatches(rows[self._rank :: self._world], trajectories, advantages, size)
+        wanted = -(-len(range(0, len(rows), self._world)) // size)
+        filler = microbatches(rows[:1], trajectories, advantages, size)[0].as_filler()
+        return [batch.to(self._device) for batch in [*own, *[filler] * (wanted - len(own))]]
+
+    def _old_logprobs(self, batches: list[list[Microbatch]]) -> tuple[list[list[torch.Tensor]], dict[str, float]]:
+        """Logprobs at the start of the step, by minibatch and microbatch, and how they differ from the rollout's."""
+        old: list[list[torch.Tensor]] = []
+        seen: list[torch.Tensor] = [torch.zeros(0, 3)]
+        with torch.no_grad():
+            for batch in batches:
+                old.append([])
+                for micro in batch:
+                    logprobs, entropy = self._engine(micro)
+                    old[-1].append(logprobs)
+                    seen.append(torch.stack([logprobs, micro.rollout_logprobs, entropy], dim=1)[micro.mask].cpu())
+        logp_old, logp_rollout, entropies = self._everywhere(torch.cat(seen)).unbind(dim=1)
+        tokens = logp_old.numel()
+        return old, {
+            **mismatch_metrics(logp_old, logp_rollout, self._spec.tis_cap),
+            "entropy": float(entropies.mean()) if tokens else 0.0,
+            "tokens": float(tokens),
+        }
+
+    def _everywhere(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, in rank order."""
+        if self._world == 1:
+            return rows
+        parts: list[torch.Tensor] = [rows] * self._world
+        torch.distributed.all_gather_object(parts, rows)
+        return torch.cat(parts)
+
+    def _update(self, batch: list[Microbatch], old: list[torch.Tensor], num_tokens: int) -> dict[str, float]:
+        """One optimizer update. Each rank's loss is times the number of ranks, because DeepSpeed averages over them."""
+        losses = []
+        for micro, logp_old in zip(batch, old, strict=True):
+            found = self._loss(micro, logp_old, num_tokens / self._world)
+            self._engine.backward(found.loss)
+            losses.append(found)
+        self._engine.step()
+        row = [
+            sum(float(found.loss.detach()) for found in losses) / self._world,
+            sum(found.clipped for found in losses),
+            sum(found.nonfinite for found in losses),
+            sum(int(micro.mask.sum()) for micro in batch),
+            max(found.ratio_deviation for found in losses),
+        ]
+        totals = self._everywhere(torch.tensor([row], dtype=torch.float64))
+        loss, clipped, nonfinite, tokens = (float(value) for value in totals[:, :4].sum(dim=0))
+        return {
+            "loss": loss,
+            "grad_norm": float(self._engine.get_global_grad_norm()),
+            "clip_frac": clipped / tokens,
+            "ratio_deviation_max": float(totals[:, 4].max()),
+            "nonfinite_tokens": nonfinite,
+        }
+
+    def _loss(self, micro: Microbatch, logp_old: torch.Tensor, num_tokens: float) -> PolicyLoss:
+        logp, _ = self._engine(micro)
+        return ppo_clip_loss(
+            logp,
+            logp_old,
+            micro.rollout_logprobs,
+            micro.advantages,
+            micro.mask,
+            clip_low=self._spec.clip_low,
+            clip_high=self._spec.clip_high,
+            tis_cap=self._spec.tis_cap,
+            num_tokens=num_tokens,
+        )
+
+
+def learning_rate(spec: LearnerSpec, step: int) -> float:
+    """Linear over the first `ramp_steps` steps (from 1), then constant."""
+    return spec.lr * min(1.0, step / max(1, spec.ramp_steps))
+
+
+def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Mean over the updates of a step (counts: sum, deviation: largest); zeros if there was none."""
+    names = ("loss", "grad_norm", "clip_frac", "ratio_deviation_max", "nonfinite_tokens")
+    columns = {name: [update[name] for update in updates] or [0.0] for name in names}
+    means = {name: float(np.mean(columns[name])) for name in names[:3]}
+    return {
+        **means,
+        "ratio_deviation_max": max(columns["ratio_deviation_max"]),
+        "nonfinite_tokens": sum(columns["nonfinite_tokens"]),
+        "updates": float(len(updates)),
+    }
+
+
+# Start
+
+
+def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: str) -> Any:
+    if spec.zero_stage == 0:
+        raise RecipeError(
+            "learner.zero_stage=0: without ZeRO, DeepSpeed neither sums bfloat16 gradients in float32 nor reports the norm of "
+            "the gradient; set learner.zero_stage: 1"
+        )
+    _join_process_group(device)
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
+    # No dropout: a ratio is of two policies, not of two masks.
+    policy = Policy(model).eval()
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay
+    )
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=_engine_config(spec, dtype, policy))
+    return engine
+
+
+def _engine_config(spec: LearnerSpec, dtype: Dtype, policy: Policy) -> dict[str, Any]:
+    # DeepSpeed allocates a whole bucket in every backward pass, however small the model is.
+    bucket = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in policy.parameters()))
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        # Updates are cut by step() alone: their number of microbatches varies.
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": spec.grad_clip,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": spec.zero_stage, "overlap_comm": False, "reduce_bucket_size": bucket},
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": False,
+        "steps_per_print": 1 << 60,
+    }
+
+
+def _join_process_group(device: str) -> None:
+    """Joins the ranks that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT name; alone without WORLD_SIZE."""
+    cuda = device.startswith("cuda")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")
+    # cuBLAS repeats its sums only with a fixed workspace.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import logging
+
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Compiling it takes a minute at the first start; gloo does the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if cuda else "gloo"
+    if not torch.distributed.is_initialized():
+        if "WORLD_SIZE" in os.environ:
+            torch.distributed.init_process_group(backend)
+        else:
+            # A store in memory: no port that another process could hold.
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+            os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.init_distributed(dist_backend=backend)
+
+
+def _gathered(module: Policy, zero_stage: int) -> AbstractContextManager[Any]:
+    """Whole parameters while inside; only stage 3 parts them."""
+    if zero_stage < 3:
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(module.parameters()))
+    return gathered

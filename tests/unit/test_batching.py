@@ -1,0 +1,103 @@
+"""Trajectories to tensors: what counts, in which order, and that padding is invisible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from miles_core.learner.batching import context_length, contexts, microbatches, split_groups, with_signal
+from miles_core.trajectories.schema import Trajectory
+
+S = 1
+"""Marks a sampled token in the patterns below."""
+
+
+def trajectory(pattern: list[int], group: str = "g", index: int = 0, temperature: float = 1.0) -> Trajectory:
+    """Token i of row `index` is 100 * index + i, its logprob -i / 10."""
+    mask = np.array(pattern, dtype=np.uint8)
+    return Trajectory(
+        trajectory_id=f"{group}/{index}@rollout-0.a1",
+        sample_id=f"{group}/{index}",
+        group_id=group,
+        order_id="o",
+        producer="rollout-0",
+        producer_attempt=1,
+        task_seed=0,
+        tokens=np.arange(len(pattern), dtype=np.int32) + 100 * index,
+        loss_mask=mask,
+        logprobs=(-0.1 * np.arange(len(pattern)) * mask).astype(np.float32),
+        versions=(),
+        turns=(),
+        temperature=temperature,
+        status="complete",
+    )
+
+
+def test_only_sampled_tokens_count_and_nothing_behind_the_last_one_is_computed() -> None:
+    rows = [trajectory([0, 0, S, S, 0, S, 0, 0], index=1), trajectory([0, S, 0], index=2, temperature=0.5)]
+    (batch,) = microbatches([0, 1], rows, np.array([1.5, -0.5]), 8)
+    assert batch.tokens.tolist() == [[100, 101, 102, 103, 104], [200, 0, 0, 0, 0]]
+    assert batch.targets.tolist() == [102, 103, 105, 201]
+    assert batch.tokens.flatten()[batch.where].tolist() == [101, 102, 104, 200]
+    assert batch.advantages.tolist() == [1.5, 1.5, 1.5, -0.5]
+    assert batch.temperatures.tolist() == [1, 1, 1, 0.5]
+    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([-0.2, -0.3, -0.5, -0.1]))
+    assert batch.mask.all() and batch.where.dtype == batch.tokens.dtype == torch.int64
+
+
+def test_longest_first_ties_by_index_and_every_row_once() -> None:
+    lengths = [3, 7, 5, 7, 4, 5, 9]
+    rows = [trajectory([0] * (length - 1) + [S], index=i) for i, length in enumerate(lengths)]
+    batches = microbatches([6, 0, 3, 5, 1, 2, 4], rows, np.ones(7), 3)
+    assert [int(row[0]) // 100 for batch in batches for row in batch.tokens] == [6, 1, 3, 2, 5, 4, 0]
+    assert [tuple(batch.tokens.shape) for batch in batches] == [(3, 8), (3, 4), (1, 2)]
+
+
+def test_rows_without_signal_are_dropped() -> None:
+    rows = [trajectory([0, S]), trajectory([0, 0]), trajectory([0, S, S]), trajectory([])]
+    assert with_signal([0, 1, 2, 3], rows, np.array([0.0, 1.0, -1.0, 1.0])) == [2]
+    assert context_length(rows[3]) == context_length(rows[1]) == 0
+    assert microbatches([], rows, np.zeros(4), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts", "expected"),
+    [
+        ("aabbccdd", 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("abab", 2, [[0, 2], [1, 3]]),
+        ("aabbcc", 2, [[0, 1, 2, 3], [4, 5]]),
+        ("aa", 2, [[], [0, 1]]),
+        ("abc", 1, [[0, 1, 2]]),
+    ],
+)
+def test_groups_stay_whole_and_are_dealt_evenly(groups: str, parts: int, expected: list[list[int]]) -> None:
+    rows = [trajectory([0, S], group=name, index=i) for i, name in enumerate(groups)]
+    assert split_groups(rows, parts) == expected
+
+
+def test_a_row_that_samples_its_first_token_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"g/3@rollout-0\.a1"):
+        microbatches([0], [trajectory([S, S], index=3)], np.ones(1), 4)
+
+
+def test_a_filler_computes_the_same_and_counts_nothing() -> None:
+    (batch,) = microbatches([0], [trajectory([0, S, S])], np.ones(1), 4)
+    filler = batch.as_filler()
+    assert torch.equal(filler.tokens, batch.tokens) and not filler.mask.any() and batch.mask.all()
+
+
+def test_contexts_make_every_token_but_the_first_a_target() -> None:
+    batch = contexts([[5, 6, 7], [8, 9]], 0.7)
+    assert batch.tokens.tolist() == [[5, 6], [8, 0]]
+    assert batch.targets.tolist() == [6, 7, 9]
+    assert batch.tokens.flatten()[batch.where].tolist() == [5, 6, 8]
+    torch.testing.assert_close(batch.temperatures, torch.full((3,), 0.7))
+
+
+def test_wide_integers_and_long_rows_keep_their_values() -> None:
+    row = replace(trajectory([0] * 9 + [S]), tokens=np.full(10, 2**31 - 1, dtype=np.int32))
+    (batch,) = microbatches([0], [row], np.array([0.25], dtype=np.float64), 1)
+    assert batch.targets.tolist() == [2**31 - 1] and batch.advantages.dtype == torch.float32
