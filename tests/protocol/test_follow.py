@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -865,6 +866,92 @@ class DecideAndCut(ActAndCut):
         for attempt in range(1, len(self.attempts)):
             acted = [item.end_bytes for item in self.found[-1] if item.attempt == attempt]
             assert (acted[-1] if acted else 0) == self.recorded[attempt].bytes and decider.is_cut(attempt)
+
+
+class Timeline:
+    """Attempts that write and readers that poll all the time, so that every narrow window is hit; one queue of events.
+
+    A sleep or a hang of one actor runs the others' events that fall into it.
+    """
+
+    STEP_S = VISIBILITY_S / 8
+
+    def __init__(self, seed: int, lease_times: list[float], hang_rate: float) -> None:
+        self.server = make_server(seed)
+        self.server.meanwhile = self.pass_time
+        self.chance = self.server.random
+        self.hang_rate = hang_rate
+        self.attempts: list[Writer] = []
+        self.readers = [Follower(reading_of(self.server.node(f"r{n}")), ROOT / "learner-0", "learner-0") for n in range(3)]
+        self.found: list[list[Delivered]] = [[] for _ in self.readers]
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = count()
+        self.number = count()
+        began = self.server.clock()
+        for lease_s in (0.0, *lease_times):
+            self.at(began + lease_s, self.begin)
+        for index in range(len(self.readers)):
+            self.at(began + self.STEP_S * self.chance.random(), self.poller(index))
+
+    def at(self, when_s: float, event: Callable[[], None]) -> None:
+        heappush(self.events, (when_s, next(self.order), event))
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.server.clock() + seconds
+        while self.events and self.events[0][0] <= until:
+            when_s, _, event = heappop(self.events)
+            self.server.clock.now_s = max(self.server.clock.now_s, when_s)
+            event()
+        self.server.clock.now_s = max(self.server.clock.now_s, until)
+
+    def begin(self) -> None:
+        """A new attempt: lease, cut, then records for ever."""
+        writer = Writer(self.server, "learner-0", len(self.attempts) + 1)
+        self.attempts.append(writer)
+        writer.open(self.pass_time)
+        self.write(writer)
+
+    def write(self, writer: Writer) -> None:
+        writer.write(f"{writer.attempt}-{next(self.number)}")
+        self.at(self.server.clock() + self.STEP_S * self.chance.uniform(0.5, 1.5), lambda: self.write(writer))
+
+    def poller(self, index: int) -> Callable[[], None]:
+        fs = self.readers[index]._reading.fs
+        assert isinstance(fs, FaultyFS)
+
+        def poll() -> None:
+            if self.chance.random() < self.hang_rate:
+                fs.fail(self.chance.choice(["read", "listdir"]), self.chance.choice([Fault.HANG, Fault.STOP]))
+            self.found[index] += self.readers[index].poll()
+            self.at(self.server.clock() + self.STEP_S * self.chance.uniform(0.5, 1.5), poll)
+
+        return poll
+
+
+@settings(PROPERTY, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    lease_times=st.lists(st.floats(0.5 * VISIBILITY_S, 5 * VISIBILITY_S), min_size=1, max_size=2),
+    hang_rate=st.sampled_from([0.0, 0.1, 0.3]),
+)
+def test_in_every_window_around_a_succession_readers_accept_one_sequence(
+    seed: int, lease_times: list[float], hang_rate: float
+) -> None:
+    line = Timeline(seed, lease_times, hang_rate)
+    line.pass_time(9 * VISIBILITY_S)
+    line.hang_rate = 0.0
+    line.pass_time(3 * VISIBILITY_S)
+    newest = line.attempts[-1]
+    cuts = {cut.attempt: cut.bytes for cut in newest.cuts.cuts}
+    truth = [
+        (writer.attempt, end)
+        for writer in line.attempts
+        for end, _ in writer.frames
+        if writer is newest or end <= cuts[writer.attempt]
+    ]
+    for found in line.found:
+        assert [(item.attempt, item.end_bytes) for item in found] == truth[: len(found)]
+        assert len(found) > len(truth) / 2
 
 
 def test_all_readers_of_a_self_cutting_writer_accept_one_sequence() -> None:
