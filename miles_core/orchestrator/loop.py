@@ -29,9 +29,6 @@ from miles_core.run import all_writers, grader_writers, rollout_writers
 log = logging.getLogger("miles")
 Result = TypeVar("Result")
 
-_REBUILD_ROUNDS = 2
-"""Rounds of reading before a successor's first decision: one for the attempts that are cut, one for those that live."""
-
 
 class Orchestrator:
     """One attempt. `start`, then `tick` until it says False."""
@@ -49,7 +46,6 @@ class Orchestrator:
         self._reporter = Reporter(context, self.state, self.planner)
         self._border = _Border()
         self._unsynced: list[Emitted | WriterCut] = []
-        self._rounds_to_read = 0 if context.attempt == 1 else _REBUILD_ROUNDS
         self._stop_is_sent = False
         self._looked_for_supervisor_at = context.clock()
 
@@ -123,9 +119,6 @@ class Orchestrator:
     # --- deciding ----------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        if self._rounds_to_read > 0:
-            self._rounds_to_read -= 1
-            return
         rollouts = self._liveness.serving(self._rollouts, self.state.leaving)
         graders = self._liveness.serving(self._graders, self.state.leaving)
         self.planner.decide(self._context.clock(), rollouts, graders)

@@ -121,6 +121,41 @@ def test_killed_between_journal_and_copy_the_successor_copies(tmp_path: Path) ->
     assert all(copied[order_id] == 2 for order_id in journaled)
 
 
+class _RefusesJournal(NodeFS):
+    """Refuses every write to the orchestrator's own journal while `refuses`."""
+
+    refuses = False
+
+    def append(self, path: Path, data: bytes) -> None:
+        if self.refuses and "journal" in path.parts:
+            raise OSError(28, "no space left", str(path))
+        super().append(path, data)
+
+
+def test_no_copy_is_written_before_its_original(tmp_path: Path) -> None:
+    """The own journal is refused for a while, the copies' folders are not: what is decided meanwhile reaches nobody."""
+
+    def with_that_disk(process: Process) -> Steps:
+        process.context.fs = _RefusesJournal(process.cluster.disk, process.node)
+        yield from orchestrator(process)
+
+    cluster = cluster_of(tmp_path / "run", roles={"orchestrator": with_that_disk})
+    cluster.run_until(lambda: current(cluster).state.last_batch == 1)
+    fs = cluster.newest("orchestrator-0").context.fs
+    assert isinstance(fs, _RefusesJournal)
+    fs.refuses = True
+    due_s, decided = cluster.clock() + 15, current(cluster).state.next_order
+    cluster.run_until(lambda: cluster.clock() >= due_s)
+    assert current(cluster).state.next_order > decided
+    journaled = {order.order_id for kind in (Order, GradeOrder) for order in decisions(cluster, kind)}
+    for writer in ("rollout-0", "rollout-1", "grader-0", "grader-1"):
+        copied = {record.order_id for _, record in records_in(cluster, cluster.paths.orders(writer))}  # type: ignore[attr-defined]
+        assert copied <= journaled
+    fs.refuses = False
+    cluster.run_to_the_end()
+    Audit(cluster).check()
+
+
 def test_ended_twice_it_says_so_once_and_sends_everybody_home_again(tmp_path: Path) -> None:
     """Killed after RunEnded: the successor adds no second one, but its own stops, for receivers read the newest copies only."""
 
@@ -332,6 +367,8 @@ def test_the_watchdog_names_the_learner(tmp_path: Path, caplog: pytest.LogCaptur
     cluster.newest("learner-0").frozen_until = cluster.clock() + 100
     with caplog.at_level(logging.WARNING, "miles"):
         state = until_stalled(cluster)
+        last = cluster.ticks + 20
+        cluster.run_until(lambda: cluster.ticks >= last)
     assert state.startswith("waiting: step ") and "of learner-0 attempt 1 (dead, says 'training')" in state
     assert len([text for text in caplog.messages if text.startswith("nothing happened")]) == 1
     cluster.run_to_the_end()

@@ -138,6 +138,9 @@ def test_what_a_replica_returns_costs_no_attempt_and_it_gets_nothing_more() -> N
     again = of(table, Order)[-1]
     assert (again.group_id, again.receiver) == ("g1.o1", "rollout-1")
     assert of(table, Drop) == []
+    assert table.state.leaving == {R0}
+    table.cut(R0)
+    assert table.state.leaving == set()
 
 
 def test_samples_move_only_when_their_owner_is_cut() -> None:
