@@ -1,0 +1,154 @@
+"""Which charts the report has. The first step is warm-up (compilation, caches, an empty queue): where it would hide the others,
+it stands in the note instead of the drawing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_core.tracking.report_charts import Chart, Series, number
+from miles_core.tracking.report_data import TIME_PARTS, ReportData, StepFigures, age_shares, moving_average
+
+Figures = list[tuple[Chart, bool]]
+"""Charts, each with: is it wide."""
+
+_SIGNALS = (
+    ("entropy", "Entropy", "nats per token", "Of the learner's policy at the start of the step."),
+    ("grad_norm", "Gradient norm", "", "Mean over the step's updates, before clipping."),
+    ("clip_frac", "Clipped tokens", "share", "Tokens whose ratio left the clip range."),
+)
+
+
+def all_figures(data: ReportData) -> list[tuple[str, Figures]]:
+    """(section title, charts) of every section that has data."""
+    sections: list[tuple[str, Figures]] = [
+        ("Learning", [(_reward(data), True), (_lengths(data), False), *((chart, False) for chart in _signals(data))]),
+        ("Staleness and freshness", [(_staleness(data), False), (_freshness(data), False), (_mismatch(data), False)]),
+        ("Speed", [(_sampling(data), False), (_time_split(data), False), (_bytes(data), False)]),
+    ]
+    return [(title, figures) for title, figures in sections if data.steps]
+
+
+def _steps(data: ReportData) -> list[float]:
+    return [float(figures.step) for figures in data.steps]
+
+
+def _reward(data: ReportData) -> Chart:
+    raw = [figures.record.mean_reward for figures in data.steps]
+    window = max(3, len(raw) // 12)
+    evaluations = data.ledger.evaluations
+    steps = sorted({*(figures.step for figures in data.steps), *evaluations})
+    by_step = {figures.step: index for index, figures in enumerate(data.steps)}
+    smooth = moving_average(raw, window)
+
+    def over_steps(values: list[float]) -> list[float | None]:
+        return [values[by_step[step]] if step in by_step else None for step in steps]
+
+    greedy = [evaluations[step].greedy_score if step in evaluations else None for step in steps]
+    return Chart(
+        "Reward", [float(step) for step in steps],
+        (
+            Series("sampled, each step (raw)", over_steps(raw), "s1", "faint"),
+            Series(f"sampled, moving average of {window} steps", over_steps(smooth), "s1"),
+            Series("greedy, held-out", greedy, "s2", "points"),
+        ),
+        y_to=1.0 if all(0 <= value <= 1 for value in raw) else None,
+        note="Sampled: mean over the batch at the recipe's temperature. Greedy: mean score of a version on held-out problems.",
+    )  # fmt: skip
+
+
+def _lengths(data: ReportData) -> Chart:
+    names = (("max", "longest", "faint"), ("mean", "mean", "line"), ("min", "shortest", "faint"))
+    series = [
+        Series(name, [figures.lengths.get(key) for figures in data.steps], "s3" if key == "mean" else "s5", style)  # type: ignore[arg-type]
+        for key, name, style in names
+    ]
+    note = "Sampled tokens of each trained trajectory."
+    if data.dropped_tokens:
+        mean = sum(data.dropped_tokens) / len(data.dropped_tokens)
+        note += f" Of dropped groups: {number(mean)} on average."
+    return Chart("Length", _steps(data), series, "tokens", note=note)
+
+
+def _signals(data: ReportData) -> list[Chart]:
+    names = data.metric_names()
+    return [
+        Chart(title, _steps(data), [Series(title.lower(), data.column(name), "s5")], unit, note=note)
+        for name, title, unit, note in _SIGNALS
+        if name in names
+    ]
+
+
+def _staleness(data: ReportData) -> Chart:
+    bound = data.ledger.run.recipe.orchestrator.max_staleness
+    means = [sum(figures.ages) / len(figures.ages) if figures.ages else None for figures in data.steps]
+    return Chart(
+        "Staleness", _steps(data),
+        (
+            Series("oldest sample of the batch", [float(figures.record.staleness) for figures in data.steps], "s2"),
+            Series("mean over samples", means, "s1"),
+            Series(f"bound {bound}", [float(bound)] * len(data.steps), "s6", "bound"),
+        ),
+        "versions", y_to=float(max(bound, 1)), note="Of batch k: k-1 less the oldest version that sampled a token of it.",
+    )  # fmt: skip
+
+
+def _freshness(data: ReportData) -> Chart:
+    bound = data.ledger.run.recipe.orchestrator.max_staleness
+    shares = age_shares(data.steps, bound)
+    last = 5
+    series = []
+    for age in range(min(bound, last) + 1):
+        columns = [shares[age]] if age < last else [shares[older] for older in range(last, bound + 1)]
+        values = [None if stack[0] is None else sum(value or 0.0 for value in stack) for stack in zip(*columns, strict=True)]
+        name = "newest version" if age == 0 else f"{age} behind" if age < last or bound == last else f"{last} or more behind"
+        series.append(Series(name, values, f"a{age}", "bar"))
+    return Chart("Freshness", _steps(data), series, "share of samples", y_to=1.0, note="How old the trained samples were.")
+
+
+def _mismatch(data: ReportData) -> Chart:
+    """k3 and, where the learner reports them, its variants."""
+    names = sorted(name for name in data.metric_names() if name.startswith("k3"))
+    series = [Series(name, data.column(name), f"s{index % 6 + 1}") for index, name in enumerate(names)]
+    gaps = [value for value in data.column("logprob_gap_max") if value is not None]
+    note = "k3 estimate of KL(rollout || learner at the start of the step): off-policyness and numerical mismatch together."
+    if gaps:
+        note += f" Largest logprob gap of the run: {number(max(gaps))}."
+    return Chart("Rollout-learner mismatch", _steps(data), series, "nats per token", note=note)
+
+
+def _sampling(data: ReportData) -> Chart:
+    last = max(data.end_s, 1.0)
+    size, unit = (3600.0, "hours") if last > 7200 else (60.0, "minutes") if last > 240 else (1.0, "seconds")
+    return Chart(
+        "Sampling speed", [at / size for at, _ in data.sampling],
+        [Series("all replicas", [rate for _, rate in data.sampling], "s3")],
+        "tokens/s", f"{unit} since the run was made", note="Sampled tokens of all rollout replicas per second of the run.",
+    )  # fmt: skip
+
+
+def _time_split(data: ReportData) -> Chart:
+    steps = data.steps[1:] or data.steps
+    series = [
+        Series(name, [figures.point.get(key) for figures in steps], f"s{index}", "bar")
+        for index, (key, name) in zip((4, 5, 1, 3), TIME_PARTS, strict=True)
+    ]
+    note = f"First step (warm-up), not drawn: {_time_text(data.steps[0])}." if len(data.steps) > 1 else ""
+    return Chart("Learner time", [float(figures.step) for figures in steps], series, "s per step", note=note)
+
+
+def _time_text(figures: StepFigures) -> str:
+    parts = [f"{name} {number(figures.point[key])} s" for key, name in TIME_PARTS if key in figures.point]
+    return ", ".join(parts) or "no figures"
+
+
+def _bytes(data: ReportData) -> Chart:
+    published = sorted(data.ledger.steps.published.items())
+    by_step: dict[int, Any] = {version.step: record for version, record in published}
+    steps = sorted(by_step)
+    anchors = [float(by_step[step].size_bytes) if by_step[step].base is None else None for step in steps]
+    deltas = [None if by_step[step].base is None else float(by_step[step].size_bytes) for step in steps]
+    written = sum(record.size_bytes for _, record in published)
+    full = sum(record.full_bytes or record.size_bytes for _, record in published)
+    note = f"{len(published)} versions, {number(written)}B written; as full versions it would be {number(full)}B."
+    series = [Series("full version", anchors, "s1", "bar"), Series("delta", deltas, "s2", "bar")]
+    return Chart("Published per version", [float(step) for step in steps], series, "bytes", "version", note)
