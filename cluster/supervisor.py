@@ -4,6 +4,7 @@ Rules (design section 6, I13, I14):
 - A role is done when its completion record says so. Scheduler states are evidence; UNKNOWN is no information.
 - Nothing is decided about a job from a failed query. A job that the scheduler no longer lists is lost only after several good
   queries without it, and only if its heartbeat is not alive.
+- A refused submission costs a retry like a failure; one that may be taken later (transient) costs none.
 - Node failure, preemption and a drained slice cost no retry; other ends cost one; progress gives all retries back.
 - A lost rollout replica or grader is retired by a tombstone at once, so that its samples move before its successor starts.
 """
@@ -44,8 +45,10 @@ class RoleView:
     """Ends that cost a retry since the last progress."""
     last_end: str = ""
     """How the last one ended, for the message."""
+    last_refusal: str = ""
+    """Why the newest intent could not be submitted, for the message."""
     waits_until_s: float = 0.0
-    """Back-off: no new attempt before this time of the supervisor's clock."""
+    """Back-off: no submission before this time of the supervisor's clock."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class World:
     query_ok: bool
     """The scheduler answered in this tick."""
     stale_jobs: tuple[str, ...] = ()
-    """Ids of live jobs of superseded attempts."""
+    """Ids of live jobs of other attempts than the newest: superseded ones, and those of an epoch that was cut."""
     cancel_requested: bool = False
     needs_rollback: str = ""
     """The learner's word, if it gave up (I8)."""
@@ -151,14 +154,14 @@ def decide(world: World) -> list[Action]:
     if world.stale_jobs and world.query_ok:
         actions.append(CancelJobs(world.stale_jobs, "superseded by a newer attempt"))
     for view in world.roles.values():
-        if not view.done and not (_is_worker(view.writer) and _is_done(world, "orchestrator-0")):
+        if not view.done and not (is_worker(view.writer) and _is_done(world, "orchestrator-0")):
             actions += _reconcile(world, view)
     return actions
 
 
 def needed_for_the_end(writer: str) -> bool:
     """True for the roles whose completion ends a run."""
-    return not _is_worker(writer)
+    return not is_worker(writer)
 
 
 def costs_retry(job: JobView) -> bool:
@@ -173,7 +176,8 @@ def next_attempt(view: RoleView) -> int:
     return max(view.attempt, view.newest_lease) + 1
 
 
-def _is_worker(writer: str) -> bool:
+def is_worker(writer: str) -> bool:
+    """True for the roles that end with the run; the others end it."""
     return split_writer(writer)[0] in ("rollout", "grader")
 
 
@@ -194,14 +198,29 @@ def _reconcile(world: World, view: RoleView) -> list[Action]:
     if live and not view.submitted:
         return [Adopt(view.writer, view.attempt, live[0].job_id)]
     if live:
-        return _replace(world, view, _hung(view), True) if _is_hung(view, live) else []
+        return _replace(world, view, _hung(view), True) if _is_hung(view, live) else _replace_retired(world, view)
     if view.jobs:
         return _replace(world, view, _ended(view, view.jobs[-1]), costs_retry(view.jobs[-1]))
     if not view.submitted:
-        return [Resubmit(view.writer, view.attempt)]
+        return _resubmit(world, view)
     if view.missing_queries >= MISSING_QUERIES and view.liveness != "alive":
         return _replace(world, view, f"attempt {view.attempt} vanished from the scheduler", False)
     return []
+
+
+def _replace_retired(world: World, view: RoleView) -> list[Action]:
+    """A higher lease over a live job: a supervisor died between the tombstone and its successor's intent."""
+    if view.newest_lease <= view.attempt:
+        return []
+    return _replace(world, view, f"attempt {view.attempt} was retired and its successor never submitted", False)
+
+
+def _resubmit(world: World, view: RoleView) -> list[Action]:
+    if view.failures > world.max_failures:
+        return [
+            GiveUp(view.writer, f"{view.failures} failures without progress; the last: {view.last_refusal or view.last_end}")
+        ]
+    return [] if world.now_s < view.waits_until_s else [Resubmit(view.writer, view.attempt)]
 
 
 def _is_hung(view: RoleView, live: list[JobView]) -> bool:
@@ -218,7 +237,7 @@ def _replace(world: World, view: RoleView, detail: str, costs: bool) -> list[Act
         return []
     actions: list[Action] = []
     attempt = next_attempt(view)
-    if _is_worker(view.writer) and 0 < view.newest_lease == view.attempt:
+    if is_worker(view.writer) and 0 < view.newest_lease == view.attempt:
         actions.append(Retire(view.writer, attempt))
         attempt += 1
     return [*actions, Start(view.writer, attempt, detail)]
@@ -240,10 +259,14 @@ def _all_live(world: World) -> tuple[str, ...]:
 
 
 def _wind_down(world: World, close: Close, reason: str) -> list[Action]:
+    """Cancels what is listed; then retires every role, so that one the scheduler forgot leaves, too; then closes."""
     if not world.query_ok:
         return []
     live = _all_live(world)
-    return [CancelJobs(live, reason)] if live else [close]
+    if live:
+        return [CancelJobs(live, reason)]
+    unfinished = [view for view in world.roles.values() if not view.done and 0 < view.newest_lease == view.attempt]
+    return [*(Retire(view.writer, next_attempt(view)) for view in unfinished), close]
 
 
 def _end(world: World) -> list[Action]:

@@ -86,6 +86,7 @@ def run(
     from miles_core.recipe import load_recipe
     from miles_core.run import read_run
     from miles_core.tracking.summary import write_summary
+    from miles_core.tracking.wandb_tracker import sync_line
     from tasks.prepare import ensure_base_model, ensure_run, new_run_id, run_root
 
     resolved = load_recipe(recipe, tuple(settings))
@@ -107,6 +108,8 @@ def run(
         raise typer.Exit(130)
     run_config, paths = read_run(paths.root)
     display.show_summary(write_summary(run_config, paths), paths)
+    if line := sync_line(paths, name):
+        print(f"  upload   {line}")
     if closed.state == "CANCELLED":
         print(f"run {name} was cancelled: {closed.detail}")
 
@@ -145,7 +148,7 @@ def logs(
 @app.command()
 def cancel(run: RunName) -> None:
     """Ends a run: all its jobs are cancelled, what it wrote stays."""
-    from cluster.supervise import read_closed, read_cluster
+    from cluster.epoch import read_closed, read_cluster
     from flows.launch import Hooks, supervise
     from miles_core.errors import HeldElsewhere
     from miles_core.run import read_run
@@ -194,6 +197,14 @@ def verify(run: RunName, as_json: AsJson = False) -> None:
         print(result.as_text())
     if result.faults:
         raise VerifyFailed(f"{root}: {len(result.faults)} faults")
+
+
+@app.command()
+def report(run: RunName) -> None:
+    """Builds the report page of a run, live or finished: one file that opens without a network."""
+    from flows.report import build_report
+
+    print(build_report(find_run(run)))
 
 
 @app.command()

@@ -15,9 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cluster.job_spec import make_job_spec
 from cluster.profile import ClusterProfile
 from cluster.schedulers import make_scheduler
-from cluster.supervise import Progress, make_job_spec
+from cluster.supervise import Progress
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe
 from miles_core.records import Incident

@@ -1,18 +1,27 @@
-"""One run from recipe to summary, without Prefect: what `miles run` does and what flows/train hosts."""
+"""One run from recipe to report, without Prefect: what `miles run` does and what flows/train hosts.
+
+Tracking and the report are for people and best effort: neither ends a run nor hides how it ended.
+"""
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.epoch import read_closed, supervisor_context, take_epoch
 from cluster.profile import ClusterProfile
 from cluster.schedulers import make_scheduler
-from cluster.supervise import Progress, Supervisor, read_closed, supervisor_context, take_epoch
+from cluster.supervise import Progress, Supervisor
+from miles_core.errors import MilesError
 from miles_core.paths import RunPaths
 from miles_core.records import Incident, RunClosed
-from miles_core.run import read_run
+from miles_core.run import RunConfig, read_run
+
+log = logging.getLogger("miles")
 
 
 @dataclass(frozen=True)
@@ -36,10 +45,47 @@ def supervise(paths: RunPaths, profile: ClusterProfile, hooks: Hooks, *, takeove
     context = take_epoch(lambda epoch: supervisor_context(run, paths, epoch), takeover=takeover)
     restore = _leave_on_signals(context.leave.set)
     try:
-        supervisor = Supervisor(context, profile, scheduler, on_progress=hooks.on_progress, on_incident=hooks.on_incident)
-        return supervisor.run()
+        with _tracked(run, paths, context.attempt, hooks) as (on_progress, on_poll):
+            return Supervisor(
+                context, profile, scheduler, on_progress=on_progress, on_incident=hooks.on_incident, on_poll=on_poll
+            ).run()
     finally:
+        _leave_report(paths)
         restore()
+
+
+@contextmanager
+def _tracked(
+    run: RunConfig, paths: RunPaths, epoch: int, hooks: Hooks
+) -> Iterator[tuple[Callable[[Progress], None], Callable[[], None]]]:
+    """The supervisor's hooks (on_progress, on_poll), with the run's tracker behind them where the recipe asks for one."""
+    if not run.recipe.tracking.wandb:
+        yield hooks.on_progress, lambda: None
+        return
+    from miles_core.tracking.ledger import read_ledger
+    from miles_core.tracking.summary import summarize
+    from miles_core.tracking.wandb_tracker import open_tracker
+
+    tracker = open_tracker(run, paths, epoch)
+
+    def on_progress(progress: Progress) -> None:
+        tracker.states = progress.roles
+        hooks.on_progress(progress)
+
+    try:
+        yield on_progress, tracker.tick
+    finally:
+        tracker.close(lambda: summarize(read_ledger(run, paths), paths))
+
+
+def _leave_report(paths: RunPaths) -> None:
+    """The report of a run that ends here, or that its supervisor leaves."""
+    from flows.report import build_report
+
+    try:
+        build_report(paths.root)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, MilesError) as error:
+        log.warning("no report was written (`miles report %s` tries again): %s", paths.root, error)
 
 
 def _leave_on_signals(leave: Callable[[], None]) -> Callable[[], None]:

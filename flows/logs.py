@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from cluster.supervise import read_closed
+from cluster.epoch import read_closed
 from miles_core.errors import RunDirectoryError
 from miles_core.paths import RunPaths
 from miles_core.run import RunConfig, all_writers

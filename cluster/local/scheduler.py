@@ -4,13 +4,16 @@ Jobs live and die apart from whoever started them. Everything known of job 7 is 
 is, on which boot of which host), `7.pid` and `7.exit` (written by shim.py) and `7.cancel`; so a new supervisor, or a status
 command, sees the same jobs. Ids are claimed by exclusive creation and are never used twice in a run directory.
 
-Ends: an exit file tells the exit code; without one, a job whose process is gone, or that belongs to another boot or host, was
-lost to the infrastructure. cancel is TERM to the whole process group; a further call, 5 s and more after the first, is KILL.
-Of the resources only `cpus` has a meaning here (threads); excluded nodes have none.
+Ends: an exit file tells the exit code; without one, a job whose process is gone, or that belongs to another boot of this host,
+was lost to the infrastructure. A job of another host (a run directory that two login nodes share, a container that came back
+under another name) cannot be looked at from here, so it is not listed: its heartbeat decides. cancel is TERM to the whole
+process group; a further call, 5 s and more after the first, is KILL. Of the resources only `cpus` has a meaning here (threads);
+excluded nodes have none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -78,9 +81,11 @@ class LocalScheduler:
         try:
             self._started[record.job_id] = self._start(spec, record.job_id)
         except OSError as error:
-            self._path(record.job_id, "json").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path(record.job_id, "json").unlink()
             raise SchedulerError(
-                f"{spec.writer} attempt {spec.attempt} cannot be started: {error}; is the code snapshot {_code(spec)} there?"
+                f"{spec.writer} attempt {spec.attempt} cannot be started: {error}; is the code snapshot {_code(spec)} there?",
+                transient=not isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)),
             ) from error
         return record.job_id
 
@@ -144,11 +149,11 @@ class LocalScheduler:
         return sorted((job_id for job_id in ids if job_id.isdigit()), key=int)
 
     def _view(self, job_id: str) -> JobView | None:
-        """None: the record is not complete, so nothing was started under this id."""
+        """None: nothing is known of it from here. Its record is not complete, or it was started on another host."""
         if job_id in self._ended:
             return self._ended[job_id]
         record = self._record(job_id)
-        if record is None:
+        if record is None or (record.host != self._host and _read(self._path(job_id, "exit")) is None):
             return None
         view = self._observe(record)
         if view.phase is Phase.ENDED:
@@ -181,8 +186,6 @@ class LocalScheduler:
 
     def _gone(self, record: JobRecord) -> str | None:
         """Why there can be no process of this job any more; None if there may be one."""
-        if record.host != self._host:
-            return f"it ran on {record.host}, this is {self._host}"
         if record.boot_id != self._boot_id:
             return f"{self._host} was started again"
         child = self._started.get(record.job_id)
@@ -214,7 +217,7 @@ class LocalScheduler:
 
     def _cancel(self, job_id: str, number: signals.Signals | None) -> None:
         record = self._record(job_id)
-        if record is None or self._observe(record).phase is Phase.ENDED:
+        if record is None or record.host != self._host or self._observe(record).phase is Phase.ENDED:
             return
         if number is not None:
             self._send(job_id, os.kill, number)

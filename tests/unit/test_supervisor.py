@@ -133,6 +133,23 @@ def test_an_intent_without_a_job_is_submitted_again_and_one_with_a_job_is_adopte
     assert decide(world(role("learner-0", submitted=False))) == [Adopt("learner-0", 1, "learner-0/1")]
 
 
+def test_a_submission_that_was_not_taken_waits_and_then_costs_the_budget() -> None:
+    refused = role("learner-0", submitted=False, jobs=(), waits_until_s=101.0, last_refusal="no such partition")
+    assert decide(world(refused)) == []
+    assert decide(world(refused, now_s=101.0)) == [Resubmit("learner-0", 1)]
+    (give_up,) = decide(world(replace(refused, failures=4), max_failures=3))
+    assert isinstance(give_up, GiveUp) and "no such partition" in give_up.detail
+
+
+def test_a_live_job_under_a_tombstone_is_replaced() -> None:
+    """The supervisor died between a hung worker's tombstone and its successor's intent."""
+    retired = role("rollout-0", newest_lease=2, liveness="unknown")
+    (lost,) = decide(world(retired))
+    assert isinstance(lost, Lost) and not lost.costs_retry
+    (start,) = decide(world(replace(retired, last_end=lost.detail)))
+    assert isinstance(start, Start) and start.attempt == 3
+
+
 def test_unknown_is_no_information() -> None:
     unknown = role("learner-0", jobs=(job("learner-0", phase=Phase.UNKNOWN),), liveness="unknown")
     assert decide(world(unknown)) == []
@@ -190,8 +207,11 @@ def test_cancel_and_rollback_wind_everything_down() -> None:
     (cancel,) = decide(world(role("learner-0"), stale_jobs=("9",), cancel_requested=True))
     assert isinstance(cancel, CancelJobs) and cancel.job_ids == ("learner-0/1", "9")
     empty = role("learner-0", jobs=())
-    assert decide(world(empty, cancel_requested=True)) == [Close("CANCELLED", "cancelled on request")]
-    assert decide(world(empty, needs_rollback="shard x is gone")) == [Close("NEEDS_ROLLBACK", "shard x is gone")]
+    retire = Retire("learner-0", 2)
+    assert decide(world(empty, cancel_requested=True)) == [retire, Close("CANCELLED", "cancelled on request")]
+    assert decide(world(empty, needs_rollback="shard x is gone")) == [retire, Close("NEEDS_ROLLBACK", "shard x is gone")]
+    never_started = replace(empty, newest_lease=0)
+    assert decide(world(never_started, cancel_requested=True)) == [Close("CANCELLED", "cancelled on request")]
     assert decide(world(empty, cancel_requested=True, query_ok=False)) == []
 
 

@@ -1,0 +1,87 @@
+"""Epochs of a run's supervisor: who holds the run, taking it, and the last word on it (I3)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+from cluster.job_spec import token_of
+from cluster.profile import ClusterProfile
+from miles_core.errors import HeldElsewhere, LeaseLost
+from miles_core.paths import RunPaths
+from miles_core.records import RunClosed
+from miles_core.roles.runtime import RoleContext
+from miles_core.run import RunConfig
+from miles_core.store.lease import LivenessJudge
+from miles_core.tracking.ledger import read_all
+
+log = logging.getLogger("miles")
+
+WRITER = "supervisor-0"
+_TRIES = 3
+
+
+def supervisor_context(run: RunConfig, paths: RunPaths, epoch: int) -> RoleContext:
+    """The context of one epoch."""
+    return RoleContext(run, paths, WRITER, epoch, token=token_of(run, WRITER, epoch))
+
+
+def take_epoch(context_of: Callable[[int], RoleContext], *, takeover: bool) -> RoleContext:
+    """Takes the supervisor's lease. Raises HeldElsewhere while another supervisor renews its own.
+
+    Without `takeover` a holder is watched for lease_s; one that does not move is dead and its run is adopted.
+    """
+    probe = context_of(0)
+    probe.fs.mkdir(probe.paths.leases)
+    for _ in range(_TRIES):
+        probe.leases.refresh()
+        newest = probe.leases.newest(WRITER)
+        if newest and not takeover and probe.leases.read(WRITER, newest).kind == "lease":
+            _wait_until_dead(probe, newest)
+        context = context_of(newest + 1)
+        try:
+            context.start()
+        except LeaseLost as lost:
+            log.debug("epoch %d was taken in the meantime: %s", newest + 1, lost)
+            continue
+        return context
+    raise HeldElsewhere(f"run {probe.run.run_id}: other supervisors start and leave all the time; look at `miles status`")
+
+
+def _wait_until_dead(probe: RoleContext, epoch: int) -> None:
+    lease, lease_s = probe.leases.read(WRITER, epoch), probe.timing.lease_s
+    holder = f"process {lease.pid} on {lease.host or 'an unknown host'} (epoch {epoch})"
+    log.warning(
+        "run %s was last supervised by %s: watching for up to %g s whether it lives (--takeover does not wait)",
+        probe.run.run_id, holder, lease_s,
+    )  # fmt: skip
+    judge = LivenessJudge(probe.fs, probe.paths.heartbeats, lease_s, probe.clock)
+    judge.observe(WRITER, epoch)
+    first = judge.heartbeat(WRITER, epoch)
+    deadline = probe.clock() + 3 * lease_s
+    while judge.observe(WRITER, epoch) != "dead":
+        current = judge.heartbeat(WRITER, epoch)
+        first = first or current
+        if current is not None and first is not None and current.counter > first.counter:
+            raise HeldElsewhere(
+                f"run {probe.run.run_id} is supervised by {holder}. Watch it with `miles status {probe.paths.root}`, or take "
+                f"it over with --takeover"
+            )
+        if probe.clock() > deadline:
+            raise HeldElsewhere(
+                f"whether {holder} still supervises {probe.run.run_id} could not be judged within {3 * lease_s:g} s; is "
+                f"{probe.paths.heartbeats} readable? --takeover does not wait"
+            )
+        probe.sleep(lease_s / 10)
+
+
+def read_closed(run: RunConfig, paths: RunPaths) -> RunClosed | None:
+    """The last word on a run, if a supervisor closed it."""
+    records = read_all(supervisor_context(run, paths, 0).reading, paths.journal(WRITER))
+    return next((record for record in reversed(records) if isinstance(record, RunClosed)), None)
+
+
+def read_cluster(run: RunConfig) -> ClusterProfile:
+    """The cluster profile that a run was made with."""
+    return ClusterProfile.model_validate(json.loads(json.dumps(run.cluster)))

@@ -1,0 +1,271 @@
+"""What the supervisor knows at each tick: the scheduler's snapshot, completion records, heartbeats, steps, its own records.
+
+Failure: an OSError (ESTALE, a hanging mount) or a damaged file of somebody else costs what would have been learnt from it in
+this tick and nothing else; what is known stays known. It is logged when it begins and when it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from cluster.job_spec import token_of
+from cluster.scheduler import JobView, Phase, Scheduler, Snapshot
+from cluster.supervisor import Liveness, RoleView, World, is_worker, needed_for_the_end
+from miles_core.errors import JournalCorrupt
+from miles_core.policy.lineage import StepLog
+from miles_core.records import Done, Intent, LivenessEntry, LivenessTable, StepDone, Submitted
+from miles_core.roles.runtime import RoleContext
+from miles_core.run import all_writers
+from miles_core.store.lease import LivenessJudge
+from miles_core.tracking.ledger import read_all
+
+log = logging.getLogger("miles")
+Result = TypeVar("Result")
+
+
+class Troubles:
+    """The border to files and commands that may fail for a while."""
+
+    def __init__(self) -> None:
+        self._failing: set[str] = set()
+
+    def attempt(self, what: str, call: Callable[[], Result]) -> Result | None:
+        """The result of `call`; None after an OSError or damage in a file that is not the supervisor's own."""
+        try:
+            result = call()
+        except (OSError, ValidationError, JournalCorrupt) as error:
+            self.note(what, str(error))
+            return None
+        self.note(what, "")
+        return result
+
+    def note(self, what: str, error: str) -> bool:
+        """Logs the beginning and the end of a trouble; True if this is its beginning."""
+        if error and what not in self._failing:
+            log.warning("%s: %s; tried again at each tick", what, error)
+            self._failing.add(what)
+            return True
+        if not error and what in self._failing:
+            log.warning("%s: goes on", what)
+            self._failing.discard(what)
+        return False
+
+
+@dataclass
+class RoleRecord:
+    """What the supervisor's own journal says of one writer, plus this epoch's counts."""
+
+    writer: str
+    attempt: int = 0
+    exclude: tuple[str, ...] = ()
+    submitted: bool = False
+    last_end: str = ""
+    failures: int = 0
+    losses: int = 0
+    """Ends of any cause since the last progress."""
+    refusals: int = 0
+    """Submissions in a row that were not taken."""
+    last_refusal: str = ""
+    progress: int = 0
+    waits_until_s: float = 0.0
+    missing_queries: int = 0
+
+    def fold(self, record: object) -> None:
+        """Takes one record of this or an earlier epoch."""
+        if isinstance(record, Intent):
+            self.attempt, self.exclude, self.submitted = record.attempt, record.exclude, False
+            self.last_end, self.missing_queries = "", 0
+            if is_worker(self.writer):
+                # Counted anew by each attempt; the other roles go on with their predecessor's count.
+                self.progress = 0
+        elif isinstance(record, Submitted) and record.attempt == self.attempt:
+            self.submitted, self.refusals, self.last_refusal = True, 0, ""
+
+    def note_progress(self, progress: int) -> None:
+        """Progress gives all retries back (I14)."""
+        if progress > self.progress:
+            self.progress, self.failures, self.losses = progress, 0, 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The liveness table, and when it last changed by the supervisor's clock."""
+
+    table: LivenessTable
+    changed_at_s: float
+    is_fresh: bool
+    """It changed since this epoch began: whoever writes it lives."""
+
+
+@dataclass
+class Evidence:
+    """Gathered by `observe`, once a tick, and `look`, several times in lease_s."""
+
+    context: RoleContext
+    scheduler: Scheduler
+    snapshot: Snapshot = field(default_factory=lambda: Snapshot(ok=False))
+    """Jobs of this very run: those whose token is one of its attempts'."""
+    done: dict[str, Done] = field(default_factory=dict)
+    ended_at_s: float | None = None
+    cancel_requested: bool = False
+    unreachable_since_s: float | None = None
+    """Since when the scheduler has not answered."""
+
+    def __post_init__(self) -> None:
+        context = self.context
+        self.roles = {writer: RoleRecord(writer) for writer in all_writers(context.recipe)}
+        self.steps = StepLog(context.follow("learner-0"))
+        self.troubles = Troubles()
+        self._judge = LivenessJudge(context.fs, context.paths.heartbeats, context.timing.lease_s, context.clock)
+        self._seen: Seen | None = None
+        self._down: set[str] = set()
+
+    # --- gathering ---------------------------------------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Everything, once."""
+        self._ask_scheduler()
+        self.look()
+        self.troubles.attempt("completion records", self._read_done)
+        self.troubles.attempt("the learner's journal", self.steps.poll)
+        for record in self.roles.values():
+            record.note_progress(self._progress_of(record))
+            listed = bool(self.jobs_of(record.writer))
+            if self.snapshot.ok:
+                record.missing_queries = 0 if listed or not record.submitted else record.missing_queries + 1
+
+    def look(self) -> None:
+        """Leases, heartbeats and the request to cancel; often enough that a long pause is no gap (I4)."""
+        self.troubles.attempt("leases", self.context.leases.refresh)
+        self.troubles.attempt("liveness table", self._read_table)
+        self.look_for_cancel()
+        orchestrator = self.context.leases.newest("orchestrator-0")
+        if orchestrator:
+            self._judge.observe("orchestrator-0", orchestrator)
+
+    def look_for_cancel(self) -> None:
+        """A request once seen stays seen."""
+        exists = self.troubles.attempt("request to cancel", self.context.paths.cancel_request.exists)
+        self.cancel_requested = self.cancel_requested or bool(exists)
+
+    def _ask_scheduler(self) -> None:
+        run = self.context.run
+        snapshot = self.scheduler.snapshot(run.run_id)
+        self.troubles.note("the scheduler", snapshot.error if not snapshot.ok else "")
+        ours = tuple(
+            job for job in snapshot.jobs if job.writer in self.roles and job.token == token_of(run, job.writer, job.attempt)
+        )
+        self.snapshot = Snapshot(snapshot.ok, ours, snapshot.error, snapshot.down_nodes, snapshot.usable_nodes)
+        if snapshot.ok:
+            self.unreachable_since_s = None
+        elif self.unreachable_since_s is None:
+            self.unreachable_since_s = self.context.clock()
+
+    def newly_down(self) -> list[str]:
+        """Nodes that went down since the last call. Where the scheduler did not say, nothing changed."""
+        if not self.snapshot.ok or self.snapshot.usable_nodes is None:
+            return []
+        new = set(self.snapshot.down_nodes) - self._down
+        self._down = set(self.snapshot.down_nodes)
+        return sorted(new)
+
+    def _read_done(self) -> None:
+        folder = self.context.paths.done("x").parent
+        try:
+            names = set(self.context.fs.listdir(folder))
+        except FileNotFoundError:
+            return
+        for writer in self.roles:
+            if writer not in self.done and f"{writer}.json" in names:
+                self.done[writer] = Done.model_validate_json(self.context.fs.read(self.context.paths.done(writer)))
+        if self.ended_at_s is None and all(writer in self.done for writer in self.roles if needed_for_the_end(writer)):
+            self.ended_at_s = self.context.clock()
+
+    def _read_table(self) -> None:
+        try:
+            table = LivenessTable.model_validate_json(self.context.fs.read(self.context.paths.liveness_table))
+        except FileNotFoundError:
+            return
+        seen, now = self._seen, self.context.clock()
+        if seen is None:
+            # It may be as old as the last supervisor: nothing is believed of it before it changes.
+            self._seen = Seen(table, now, is_fresh=False)
+        elif (table.attempt, table.counter) != (seen.table.attempt, seen.table.counter):
+            self._seen = Seen(table, now, is_fresh=True)
+
+    # --- conclusions -------------------------------------------------------------------------------------------------
+
+    def jobs_of(self, writer: str) -> tuple[JobView, ...]:
+        """Jobs of the newest attempt."""
+        attempt = self.roles[writer].attempt
+        return tuple(job for job in self.snapshot.jobs if job.writer == writer and job.attempt == attempt)
+
+    def live_jobs(self) -> tuple[str, ...]:
+        """Ids of all jobs that have not ended, of whatever attempt."""
+        return tuple(job.job_id for job in self.snapshot.jobs if job.phase is not Phase.ENDED)
+
+    def has_trained(self) -> bool:
+        """Whether any attempt of the learner ever recorded a step; True also where that cannot be read."""
+        try:
+            records: Iterable[object] = read_all(self.context.reading, self.context.paths.journal("learner-0"))
+        except (OSError, JournalCorrupt):
+            return True
+        return any(isinstance(record, StepDone) and record.step > 0 for record in records)
+
+    def entry_of(self, writer: str) -> LivenessEntry | None:
+        """The orchestrator's word on the newest attempt; None when its table is older than lease_s."""
+        seen, attempt = self._seen, self.roles[writer].attempt
+        if seen is None or not seen.is_fresh or self.context.clock() - seen.changed_at_s > self.context.timing.lease_s:
+            return None
+        found = (entry for entry in seen.table.entries if entry.writer == writer and entry.attempt == attempt)
+        return next(found, None)
+
+    def state_of(self, writer: str) -> str:
+        """What the newest attempt says of itself; empty if nothing is known."""
+        heartbeat = self._judge.heartbeat(writer, self.roles[writer].attempt)
+        if heartbeat is not None:
+            return heartbeat.state
+        entry = self.entry_of(writer)
+        return "" if entry is None else entry.state
+
+    def _liveness_of(self, writer: str) -> Liveness:
+        if writer == "orchestrator-0":
+            return self._judge.last_verdict((writer, self.roles[writer].attempt))
+        entry = self.entry_of(writer)
+        return "unknown" if entry is None else entry.verdict
+
+    def _progress_of(self, record: RoleRecord) -> int:
+        if record.writer == "learner-0":
+            return self.steps.newest_step
+        heartbeat = self._judge.heartbeat(record.writer, record.attempt)
+        entry = self.entry_of(record.writer)
+        return max(0 if entry is None else entry.progress, 0 if heartbeat is None else heartbeat.progress)
+
+    def world(self, *, drain_s: float, max_failures: int) -> World:
+        """All of it, as the decision takes it."""
+        now, learner = self.context.clock(), self.done.get("learner-0")
+        return World(
+            roles={writer: self._view(record) for writer, record in self.roles.items()},
+            now_s=now, query_ok=self.snapshot.ok, cancel_requested=self.cancel_requested,
+            stale_jobs=tuple(
+                job.job_id for job in self.snapshot.jobs
+                if job.phase is not Phase.ENDED and job.attempt != self.roles[job.writer].attempt
+            ),
+            needs_rollback=learner.detail if learner is not None and learner.outcome == "needs_rollback" else "",
+            ended_for_s=-1.0 if self.ended_at_s is None else now - self.ended_at_s,
+            drain_s=drain_s, max_failures=max_failures,
+        )  # fmt: skip
+
+    def _view(self, record: RoleRecord) -> RoleView:
+        return RoleView(
+            writer=record.writer, attempt=record.attempt, submitted=record.submitted, jobs=self.jobs_of(record.writer),
+            missing_queries=record.missing_queries, done=record.writer in self.done,
+            liveness=self._liveness_of(record.writer), newest_lease=self.context.leases.newest(record.writer),
+            failures=record.failures, last_end=record.last_end, last_refusal=record.last_refusal,
+            waits_until_s=record.waits_until_s,
+        )  # fmt: skip
