@@ -162,6 +162,17 @@ class LearnerSpec(Closed):
     """DeepSpeed ZeRO stage."""
 
 
+class PolicySpec(Closed):
+    """How versions are published: full (an anchor) or as the change from the version before (a delta)."""
+
+    deltas: bool = True
+    """False: every version is a full anchor."""
+    anchor_every: int = Field(default=10, ge=1)
+    """A full anchor every so many versions, so that a new reader never applies more than the deltas in between ..."""
+    anchor_ratio: float = Field(default=1.0, gt=0)
+    """... and as soon as the deltas since the last anchor would take more than this many times its size."""
+
+
 class EvaluationSpec(Closed):
     """Greedy evaluation of the first and the last version on held-out tasks."""
 
@@ -190,6 +201,8 @@ class Recipe(Closed):
     """Batches, buffer, staleness."""
     learner: LearnerSpec = LearnerSpec()
     """Objective and optimizer."""
+    policy: PolicySpec = PolicySpec()
+    """Published versions."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Greedy evaluation."""
 

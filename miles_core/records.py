@@ -283,6 +283,11 @@ class Published(Closed):
     manifest_digest: str
     """xxh3-128 of its manifest file."""
     size_bytes: int
+    """Written for it."""
+    full_bytes: int | None = None
+    """What a full anchor of it takes; None: as much as was written."""
+    base: Version | None = None
+    """The version that this delta applies to; None for a full anchor."""
 
 
 class FileDigest(Closed):

@@ -27,8 +27,8 @@ from miles_core.errors import DigestMismatch, MilesError, NeedsRollback
 from miles_core.learner.checkpoints import newest_valid, save_checkpoint
 from miles_core.learner.consume import BatchFeed, Rows, read_batch
 from miles_core.policy.lineage import Lineage
-from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, weights_digest
-from miles_core.policy.publisher import publish_version
+from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, digest_entries, tensor_entries
+from miles_core.policy.publisher import Publisher
 from miles_core.recipe import Closed
 from miles_core.records import Batch, StepDone, Version, digest_record
 from miles_core.roles.crash import crash_point
@@ -76,6 +76,9 @@ class Learner:
         self._busy = BusyMeter(context.metrics)
         self._seconds: dict[str, float] = {}
         self._lineage = Lineage()
+        self._publisher = Publisher(
+            context.fs, context.paths, context.recipe.policy, run_id=context.run.run_id, learner_token=context.token
+        )
         self._step = 0
         """Steps in the trainer's weights."""
         self._replay_until = -1
@@ -84,6 +87,7 @@ class Learner:
         """Newest step that need not be saved again."""
         self._tensors: dict[str, torch.Tensor] = {}
         """The trainer's weights as of `_step`, until they are published."""
+        self._entries: tuple[TensorEntry, ...] = ()
         self._digest = ""
         """Their weights digest."""
 
@@ -217,22 +221,20 @@ class Learner:
 
         def attempt_it() -> Closed:
             self._context.before_write()
-            return publish_version(
-                self._context.fs, self._context.paths, run_id=self._context.run.run_id, version=version, tensors=self._tensors,
-                probe=probe, learner_token=self._context.token, after_data=lambda: self._crash_point("after_publish_data"),
-            )  # fmt: skip
+            return self._publisher.write(prepared, after_data=lambda: self._crash_point("after_publish_data"))
 
         with self._timed("publish"):
-            probe = self._probe()
+            prepared = self._publisher.prepare(version, self._tensors, self._entries, self._probe())
             self._write(self._insist(f"publishing version {tuple(version)}", attempt_it), "the record of a version")
         self._tensors = {}
         self._context.version = version
         self._crash_point("after_publish")
 
     def _take_weights(self) -> None:
-        self._tensors = {}  # Two copies of a large model need not fit.
+        self._tensors = {}  # The publisher keeps a copy already; a third one need not fit.
         self._tensors = self._trainer.state_tensors()
-        self._digest = weights_digest(self._tensors)
+        self._entries = tensor_entries(self._tensors)
+        self._digest = digest_entries(self._entries)
 
     def _probe(self) -> Probe:
         dtype = self._context.recipe.model.dtype

@@ -1,8 +1,9 @@
 """PolicyManifest: what a published policy version consists of, and the digests that prove it.
 
 A version's identity is (run, step, learner attempt, weights digest). The weights digest depends on names, dtypes, shapes
-and raw bytes of the tensors alone, not on files or their layout, so a delta (to come, behind the same manifest) and an
-anchor of one version agree. It is a digest over the tensors' own digests: who changes a few tensors hashes only those.
+and raw bytes of the tensors alone, not on files or their layout, so a delta and an anchor of one version agree. It is a
+digest over the tensors' own digests: who changes a few tensors hashes only those. Both kinds name all tensors of the
+version; a delta says in addition which version it applies to and how each tensor that changed is coded.
 
 Module level imports no torch: verify reads manifests, too.
 """
@@ -10,10 +11,13 @@ Module level imports no torch: verify reads manifests, too.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, Self
 
-import xxhash
+from pydantic import model_validator
 
+from miles_core.policy.delta import Codec
+from miles_core.policy.tensors import RawTensor, to_raw
 from miles_core.recipe import Closed
 from miles_core.records import FileDigest, Version
 from miles_core.store.publish import digest_bytes
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "model.safetensors"
+DELTA_NAME = "delta.bin"
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest gap between two right computations of one logprob (nats), by the dtype of the forward pass."""
 
@@ -38,6 +43,27 @@ class TensorEntry(Closed):
     shape: tuple[int, ...]
     digest: str
     """xxh3-128 of its bytes, row-major, little-endian."""
+
+
+class Base(Closed):
+    """What a delta applies to."""
+
+    version: Version
+    weights_digest: str
+
+
+class Change(Closed):
+    """One tensor in a delta's file: its payload follows that of the change before it."""
+
+    name: str
+    old_digest: str | None
+    """Of the base's tensor of this name; None when there is none of this dtype and shape, then the codec is `full`."""
+    new_digest: str
+    codec: Codec
+    size_bytes: int
+    """Of its payload."""
+    full_bytes: int
+    """Of the tensor."""
 
 
 class Probe(Closed):
@@ -60,37 +86,45 @@ class PolicyManifest(Closed):
     run_id: str
     version: Version
     weights_digest: str
-    kind: Literal["anchor"] = "anchor"
-    base: Version | None = None
-    """The version a delta applies to; None for an anchor."""
+    kind: Literal["anchor", "delta"] = "anchor"
+    base: Base | None = None
+    """None for an anchor."""
     files: tuple[FileDigest, ...]
     """Names below the version's folder."""
     tensors: tuple[TensorEntry, ...]
-    """By name, ascending."""
+    """All tensors of the version, by name, ascending; what of the base is not named is removed."""
+    changes: tuple[Change, ...] = ()
+    """Of a delta: the tensors that the base does not have exactly so, by name, ascending."""
     probe: Probe
     learner_token: str
     """Token of the learner attempt that published it."""
 
+    @model_validator(mode="after")
+    def _delta_is_whole(self) -> Self:
+        if (self.kind == "delta") != (self.base is not None) or (self.kind == "anchor" and self.changes):
+            raise ValueError(f"{self.kind} with base {self.base} and {len(self.changes)} changes")
+        if self.kind == "delta" and [file.size_bytes for file in self.files] != [sum(c.size_bytes for c in self.changes)]:
+            raise ValueError("a delta has one file, as long as its changes")
+        digests = {entry.name: entry.digest for entry in self.tensors}
+        strange = [change.name for change in self.changes if digests.get(change.name) != change.new_digest]
+        if strange:
+            raise ValueError(f"{strange[0]} changes into something that is not this version's")
+        return self
 
-def tensor_entries(tensors: dict[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+
+def raw_entries(tensors: Mapping[str, RawTensor]) -> tuple[TensorEntry, ...]:
     """Name, dtype, shape and digest of every tensor, by name."""
-    return tuple(
-        TensorEntry(
-            name=name,
-            dtype=str(tensors[name].dtype).removeprefix("torch."),
-            shape=tuple(tensors[name].shape),
-            digest=tensor_digest(tensors[name]),
-        )
-        for name in sorted(tensors)
-    )
+    return tuple(entry_of(name, tensors[name]) for name in sorted(tensors))
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a tensor's bytes, row-major, whatever its dtype (numpy has no bfloat16, bytes have no dtype)."""
-    import torch
+def entry_of(name: str, tensor: RawTensor) -> TensorEntry:
+    """Hashes one tensor."""
+    return TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=tensor.digest())
 
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(data.numpy().data)
+
+def tensor_entries(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+    """The same of torch's tensors."""
+    return raw_entries({name: to_raw(tensor) for name, tensor in tensors.items()})
 
 
 def digest_entries(entries: tuple[TensorEntry, ...]) -> str:
@@ -99,7 +133,7 @@ def digest_entries(entries: tuple[TensorEntry, ...]) -> str:
     return digest_bytes("".join(lines).encode())
 
 
-def weights_digest(tensors: dict[str, torch.Tensor]) -> str:
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """The digest of a policy's weights: names, dtypes, shapes, raw bytes; independent of order and files."""
     return digest_entries(tensor_entries(tensors))
 

@@ -1,73 +1,34 @@
-"""Reads a published policy version and believes nothing that its digests do not prove (I1, I11).
+"""Reads the files of a published policy version and believes nothing that its digests do not prove (I1, I11).
 
 A copy that names another run or another version is refused with both names; so are a manifest or a file of another size or
-digest, and tensors that do not make up the announced weights. A file that is not visible (ENOENT) or whose handle went stale
-is tried again until a deadline. Files are read into memory: no mmap, which on NFS can change or fault under the reader.
+digest, and tensors that do not make up the announced weights. Files are read into memory: no mmap, which on NFS can change
+or fault under the reader. What is not visible yet raises OSError here; PolicyCopy waits, and follows deltas.
+
+Module level imports no torch: verify proves weights with these functions.
 """
 
 from __future__ import annotations
 
-import errno
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from miles_core.errors import DeadlineExceeded, DigestMismatch, RunDirectoryError
+from miles_core.errors import DigestMismatch, RunDirectoryError
 from miles_core.paths import RunPaths
-from miles_core.policy.manifest import MANIFEST_NAME, SCHEMA_VERSION, PolicyManifest, digest_entries, tensor_entries
+from miles_core.policy.manifest import MANIFEST_NAME, SCHEMA_VERSION, PolicyManifest, digest_entries, raw_entries
+from miles_core.policy.tensors import RawTensor, read_safetensors
 from miles_core.records import FileDigest, Published, Version
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import digest_bytes
 
-if TYPE_CHECKING:
-    import torch
 
-RETRY_S = 0.2
-_PASSING = (errno.ENOENT, errno.ESTALE)
-
-
-def read_version(
-    paths: RunPaths,
-    run_id: str,
-    published: Published,
-    *,
-    fs: FileSystem | None = None,
-    deadline_s: float = 30.0,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> tuple[dict[str, torch.Tensor], PolicyManifest]:
-    """The tensors (CPU) and the manifest that an accepted `published` record announces.
-
-    Raises DigestMismatch, RunDirectoryError (another run's or version's copy), DeadlineExceeded (not visible in time),
-    OSError (any other failure of the filesystem).
-    """
-    fs = fs or FileSystem()
-    folder = paths.resolve(published.folder)
-    deadline = clock() + deadline_s
-    while True:
-        try:
-            manifest = _read_manifest(fs, folder / MANIFEST_NAME, run_id, published)
-            data = [_read_file(fs, folder, file) for file in manifest.files]
-            break
-        except OSError as error:
-            if error.errno not in _PASSING:
-                raise
-            if clock() >= deadline:
-                raise DeadlineExceeded(
-                    f"policy version {tuple(published.version)} was announced, but {error.filename or folder} did not become "
-                    f"readable in {deadline_s:g} s ({error.strerror}); was it deleted, or is the filesystem slow?"
-                ) from error
-            sleep(RETRY_S)
-    return _tensors(folder, data, manifest), manifest
-
-
-def _read_manifest(fs: FileSystem, path: Path, run_id: str, published: Published) -> PolicyManifest:
+def read_manifest(fs: FileSystem, paths: RunPaths, run_id: str, published: Published) -> PolicyManifest:
+    """The manifest that an accepted record announces. Raises DigestMismatch, RunDirectoryError, OSError."""
+    path = paths.resolve(published.folder) / MANIFEST_NAME
     data = fs.read(path)
     digest = digest_bytes(data)
     try:
@@ -85,6 +46,9 @@ def _read_manifest(fs: FileSystem, path: Path, run_id: str, published: Published
         raise DigestMismatch(
             f"{path} describes weights {manifest.weights_digest}, the learner's journal announced {published.weights_digest}"
         )
+    base = None if manifest.base is None else manifest.base.version
+    if base != published.base:
+        raise DigestMismatch(f"{path} applies to {base}, the learner's journal announced {published.base}")
     return manifest
 
 
@@ -101,6 +65,11 @@ def _check_identity(path: Path, manifest: PolicyManifest, run_id: str, version: 
         )
 
 
+def read_files(fs: FileSystem, folder: Path, manifest: PolicyManifest) -> list[bytes]:
+    """A version's files, each of the announced size and digest. Raises DigestMismatch, RunDirectoryError, OSError."""
+    return [_read_file(fs, folder, file) for file in manifest.files]
+
+
 def _read_file(fs: FileSystem, folder: Path, file: FileDigest) -> bytes:
     if Path(file.name).name != file.name:
         raise RunDirectoryError(f"{folder / MANIFEST_NAME} names a file outside its folder: {file.name!r}")
@@ -113,12 +82,11 @@ def _read_file(fs: FileSystem, folder: Path, file: FileDigest) -> bytes:
     return data
 
 
-def _tensors(folder: Path, data: list[bytes], manifest: PolicyManifest) -> dict[str, torch.Tensor]:
-    """All tensors, each compared with its entry, and their sum with the weights digest."""
-    import safetensors.torch
-
-    tensors = {name: tensor for piece in data for name, tensor in safetensors.torch.load(piece).items()}
-    found = {entry.name: entry for entry in tensor_entries(tensors)}
+def read_anchor(fs: FileSystem, folder: Path, manifest: PolicyManifest) -> dict[str, RawTensor]:
+    """All tensors of an anchor, each compared with its entry, and their sum with the weights digest. Raises as `read_files`."""
+    pieces = read_files(fs, folder, manifest)
+    tensors = {name: tensor for piece in pieces for name, tensor in read_safetensors(piece).items()}
+    found = {entry.name: entry for entry in raw_entries(tensors)}
     announced = {entry.name: entry for entry in manifest.tensors}
     wrong = sorted(name for name in found.keys() | announced.keys() if found.get(name) != announced.get(name))
     if wrong:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from miles_core.errors import MilesError
 from miles_core.policy.lineage import StepLog
+from miles_core.policy.local_copy import read_version
 from miles_core.policy.manifest import PolicyManifest
-from miles_core.policy.reader import check_probe, read_version
+from miles_core.policy.reader import check_probe
 from miles_core.records import Done, EvaluationPoint, Published, Version
 from miles_core.roles.crash import crash_point
 from miles_core.roles.runtime import RoleContext, run_role
@@ -164,7 +165,7 @@ class Evaluator:
         self._context.state = f"evaluating: version {version.step}"
         started = self._context.clock()
         tensors, manifest = read_version(
-            self._context.paths, self._context.run.run_id, published, fs=self._context.fs,
+            self._context.paths, self._context.run.run_id, published, self._learner, fs=self._context.fs,
             deadline_s=gone_after_s(self._context), clock=self._context.clock, sleep=self._context.sleep,
         )  # fmt: skip
         if self._scorer is None:

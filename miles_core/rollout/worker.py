@@ -22,8 +22,9 @@ import xxhash
 
 from miles_core.errors import DeadlineExceeded, DigestMismatch
 from miles_core.policy.lineage import StepLog
+from miles_core.policy.local_copy import PolicyCopy
 from miles_core.policy.manifest import PolicyManifest
-from miles_core.policy.reader import check_probe, read_version
+from miles_core.policy.reader import check_probe
 from miles_core.records import Order, Published, Returned, Version, sample_id
 from miles_core.roles.crash import crash_point
 from miles_core.roles.receiver import FIRST_RETRY_S, LONGEST_RETRY_S, Inbox, OrphanWatch, Patience
@@ -77,10 +78,8 @@ class PolicyFeed:
 
     def __init__(self, context: RoleContext, engine: Engine, read: ReadVersion | None = None) -> None:
         self._engine, self._clock, self._timing = engine, context.clock, context.timing
-        self._read = read or (
-            lambda published: read_version(context.paths, context.run.run_id, published, fs=context.fs, deadline_s=0.0)
-        )
         self._steps = StepLog(context.follow("learner-0"))
+        self._read = read or PolicyCopy(context.paths, context.run.run_id, self._steps, fs=context.fs).read
         self._failing_since: float | None = None
         self._retry_at = 0.0
         self._delay_s = FIRST_RETRY_S

@@ -53,6 +53,7 @@ def summarize(ledger: Ledger, paths: RunPaths) -> dict[str, Any]:
         "policy": {
             "versions": len(ledger.steps.published),
             "bytes_published": sum(published.size_bytes for published in ledger.steps.published.values()),
+            "bytes_full": sum(published.full_bytes or published.size_bytes for published in ledger.steps.published.values()),
         },
         "jobs": [_job(ledger, writer) for writer in all_writers(ledger.run.recipe)],
         "incidents": [incident.model_dump(exclude={"kind"}) for incident in ledger.incidents],

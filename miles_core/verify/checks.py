@@ -9,8 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from miles_core.errors import DigestMismatch, RunDirectoryError
+from miles_core.errors import DigestMismatch, MilesError, RunDirectoryError
 from miles_core.paths import RunPaths
+from miles_core.policy.lineage import Lineage
+from miles_core.policy.local_copy import PolicyCopy
 from miles_core.policy.manifest import MANIFEST_NAME, PolicyManifest, digest_entries
 from miles_core.records import (
     Batch,
@@ -344,7 +346,9 @@ def _check_member(joined: _Run, batch: Batch, group_id: str, member: BatchMember
 
 def _check_versions(joined: _Run) -> None:
     fault, paths = joined.files.fault, joined.files.paths
-    published = {}
+    lineage = Lineage()
+    published = lineage.published
+    copy = PolicyCopy(paths, joined.run.run_id, lineage)
     for attempt, record in joined.learner:
         if not isinstance(record, Published):
             continue
@@ -359,6 +363,7 @@ def _check_versions(joined: _Run) -> None:
                 f"published {record.weights_digest}, the step record says {step.weights_digest}",
             )
         _check_version_files(joined, record, paths.root / record.folder)
+        _prove_weights(joined, record, copy)
     final = joined.recipe.steps
     if joined.ended is not None and not any(version.step == final for version in published):
         fault("version_missing", f"version {final}", "the run ended, but its last version was not published")
@@ -388,6 +393,14 @@ def _check_version_files(joined: _Run, record: Published, folder: Path) -> None:
             fault("version_missing", f"{record.folder}/{file.name}", "not there")
         except DigestMismatch as error:
             fault("version_digest", f"{record.folder}/{file.name}", str(error))
+
+
+def _prove_weights(joined: _Run, record: Published, copy: PolicyCopy) -> None:
+    """Makes the version's tensors from its anchor and deltas, as a reader does, and compares their digests."""
+    try:
+        copy.reach(record)
+    except (OSError, MilesError) as error:
+        joined.files.fault("version_weights", record.folder, str(error))
 
 
 def _check_checkpoints(joined: _Run) -> None:

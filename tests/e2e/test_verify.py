@@ -1,4 +1,4 @@
-"""`miles verify` names the fault in each of twelve falsified copies of a real run."""
+"""`miles verify` names the fault in each of thirteen falsified copies of a real run."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def version_from_another_run(root: Path) -> None:
 
 CASES: list[tuple[str, Callable[[Path], None], str]] = [
     ("flipped byte in a shard", lambda root: flip_byte(first_shard(root)), "shard_digest"),
-    ("flipped byte in a snapshot", lambda root: flip_byte(version_folder(root, 1) / "model.safetensors"), "version_digest"),
+    ("flipped byte in a snapshot", lambda root: flip_byte(version_folder(root, 0) / "model.safetensors"), "version_digest"),
+    ("flipped byte in a delta", lambda root: flip_byte(next(root.glob("policy/000/*/delta.bin"))), "version_digest"),
     ("flipped byte in a manifest", lambda root: flip_byte(journal_file(root, MANIFEST)), "journal_frame"),
     ("shard removed", shard_removed, "shard_missing"),
     ("a group in two batches", group_in_two_batches, "group_twice"),

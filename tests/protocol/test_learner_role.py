@@ -16,7 +16,8 @@ from miles_core.errors import DeadlineExceeded, LeaseLost, MilesError, NeedsRoll
 from miles_core.learner.consume import check_batch
 from miles_core.paths import RunPaths
 from miles_core.policy.lineage import Lineage
-from miles_core.policy.reader import check_probe, read_version
+from miles_core.policy.local_copy import read_version
+from miles_core.policy.reader import check_probe
 from miles_core.recipe import OrchestratorSpec
 from miles_core.records import Cut, Done, Published, StepDone, Version, digest_record
 from miles_core.roles.crash import EXIT_CODE, VARIABLE
@@ -86,7 +87,7 @@ def assert_complete(run: RunConfig, paths: RunPaths, expected: dict[int, str], a
     newest = lineage.newest_published
     assert newest is not None and newest.version == (STEPS, attempt) and newest.weights_digest == expected[STEPS]
     assert all(lineage.knows(version) for version in lineage.published)
-    _, manifest = read_version(paths, run.run_id, newest)
+    _, manifest = read_version(paths, run.run_id, newest, lineage)
     assert manifest.learner_token == f"token-l{attempt}" and manifest.probe.prompts == PROBE
     assert done(paths).outcome == "completed" and done(paths).attempt == attempt
 
@@ -103,7 +104,7 @@ def test_a_run_without_faults_trains_every_batch_once_and_publishes_every_versio
     assert lineage.steps[3].mean_reward == 0.5
     assert lineage.steps[3].metrics.keys() == {"loss", "grad_norm"}
     assert sorted(lineage.checkpoints) == [(2, 1), (4, 1), (6, 1)]
-    tensors, manifest = read_version(paths, run.run_id, lineage.published[Version(STEPS, 1)])
+    tensors, manifest = read_version(paths, run.run_id, lineage.published[Version(STEPS, 1)], lineage)
     assert tensors["model.b.weight"].reshape(-1).tolist() == trainer.weights.tolist()
     assert check_probe(manifest, trainer.logprobs([list(prompt) for prompt in PROBE])) == 0.0
     assert len(set(digests(lineage).values())) > STEPS // 2

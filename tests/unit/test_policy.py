@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from miles_core.errors import DeadlineExceeded, DigestMismatch, RunDirectoryError
 from miles_core.paths import RunPaths
 from miles_core.policy.lineage import Lineage
+from miles_core.policy.local_copy import read_version
 from miles_core.policy.manifest import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
@@ -30,7 +31,7 @@ from miles_core.policy.manifest import (
     weights_digest,
 )
 from miles_core.policy.publisher import publish_version
-from miles_core.policy.reader import check_probe, read_version
+from miles_core.policy.reader import check_probe
 from miles_core.records import Published, StepDone, Version
 from miles_core.store.follow import Delivered
 from miles_core.store.fs import FileSystem
