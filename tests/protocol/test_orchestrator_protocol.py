@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from miles_core.records import (
     WriterCut,
     parse_record,
 )
+from miles_core.roles.crash import EXIT_CODE
 from miles_core.run import rollout_writers
 from miles_core.store.journal import AttemptTail, list_segments
 from miles_core.verify import verify_run
@@ -171,6 +175,28 @@ def test_ended_twice_it_says_so_once_and_sends_everybody_home_again(tmp_path: Pa
     assert len(decisions(cluster, RunEnded)) == 1
     stops = {attempt for attempt, record in records_in(cluster, cluster.paths.orders("rollout-0")) if isinstance(record, Stop)}
     assert stops == {1, 2}
+
+
+def crash_run(folder: Path) -> None:
+    """A run with a replaced replica, in a process that MILES_CRASH_AT may end."""
+    cluster = cluster_of(folder, recipe=SMALL)
+    cluster.run_until(lambda: current(cluster).state.in_flight > 0)
+    hurt(cluster, "rollout-0", "ghost")
+    cluster.run_to_the_end()
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["after_journal_order:1", "after_copy_order:2", "after_cut:1", "after_batch_journal:2", "before_run_ended:2", "none:1"],
+)
+def test_named_crash_points_are_reached(tmp_path: Path, point: str) -> None:
+    code = (
+        f"from pathlib import Path; from tests.protocol.{__name__.rpartition('.')[2]} import crash_run as run; run(Path('run'))"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"MILES_CRASH_AT": f"orchestrator:{point}", "PYTHONPATH": root}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=False, timeout=120)
+    assert ended.returncode == (0 if point == "none:1" else EXIT_CODE)
 
 
 def test_asked_to_leave_it_leaves_without_a_completion_record(tmp_path: Path) -> None:
