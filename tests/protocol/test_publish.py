@@ -217,6 +217,7 @@ ROOT = Path(__file__).parents[2] / "miles_core"
 NOT_COORDINATION = {
     "bootstrap.py": {"rename"},  # the base model's folder, made before any run
     "tracking/metrics.py": {"open for append"},  # metric shards: nothing decides by them
+    "tracking/wandb_tracker.py": {"open for append"},  # what its child process prints
 }
 APPEND_MODES = ("a", "ab", "a+", "at", "a+b", "ab+")
 FORBIDDEN_CALLS = {"rename", "renames", "link", "hardlink_to", "symlink", "symlink_to", "flock", "lockf", "mmap"}
