@@ -68,7 +68,10 @@ def to_torch(raw: RawTensor) -> torch.Tensor:
     """A tensor over the same memory."""
     import torch
 
-    return torch.from_numpy(raw.data).view(getattr(torch, raw.dtype)).reshape(raw.shape)
+    dtype: torch.dtype = getattr(torch, raw.dtype)
+    if raw.data.nbytes == 0:
+        return torch.empty(raw.shape, dtype=dtype)  # numpy gives an empty array a stride that torch cannot view.
+    return torch.from_numpy(raw.data).view(dtype).reshape(raw.shape)
 
 
 def safetensors_header(tensors: Mapping[str, RawTensor]) -> tuple[bytes, list[str]]:
