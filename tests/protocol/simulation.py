@@ -404,8 +404,9 @@ def hurt(cluster: SimCluster, writer: str, how: str) -> None:
     """
     process, rng = cluster.newest(writer), cluster.rng
     if how == "kill":
-        cluster.disk.deaths[process.node] = (rng.randrange(8), rng.random())
-    elif how == "freeze":
+        cluster.disk.deaths[process.node] = (rng.randrange(6), rng.random())
+        return  # It is replaced once it is dead.
+    if how == "freeze":
         process.frozen_until = cluster.clock() + rng.uniform(2, 25)
     elif how == "drain":
         process.context.leave.set()
