@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.local.scheduler import LocalScheduler
 from cluster.profile import ClusterProfile
-from cluster.scheduler import Scheduler
+from cluster.scheduler import JobSpec, Scheduler
 
 
 def make_scheduler(profile: ClusterProfile, run_dir: Path) -> Scheduler:
@@ -17,3 +18,12 @@ def make_scheduler(profile: ClusterProfile, run_dir: Path) -> Scheduler:
     from cluster.slurm.client import slurm_for
 
     return slurm_for(profile)
+
+
+def make_script(profile: ClusterProfile, run_dir: Path) -> Callable[[JobSpec], str]:
+    """What writes the exact text of a job; needs no cluster. It raises RecipeError for flags that cannot be."""
+    if profile.kind == "local":
+        return LocalScheduler(run_dir).script
+    from cluster.slurm.script import sbatch_text
+
+    return lambda spec: sbatch_text(spec, profile.slurm)

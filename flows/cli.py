@@ -2,14 +2,16 @@
 
 Exit codes: 0 well; 1 unexpected; 2 wrong recipe, profile or run directory; 3 another supervisor holds the run; 4 verify found
 faults; 5 a role cannot be replaced; 6 the run needs a rollback; 7 the scheduler refused; 8 a wait ended; 9 damaged files;
-130 left on Ctrl-C (the jobs go on).
+10 the run was cancelled; 130 left on Ctrl-C (the jobs go on).
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -19,7 +21,8 @@ from typing import Annotated, Any
 
 import typer
 
-from miles_core.errors import MilesError, RunDirectoryError
+from miles_core.errors import DeadlineExceeded, HeldElsewhere, MilesError, NeedsRollback, RunDirectoryError, SchedulerError
+from miles_core.records import RunClosed
 
 app = typer.Typer(
     name="miles",
@@ -44,7 +47,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     os.environ.setdefault("TQDM_DISABLE", "1")
     try:
-        app()
+        app(prog_name="miles")
     except MilesError as error:
         print(f"miles: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -53,6 +56,24 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        print(f"miles: {_explain(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _explain(error: OSError) -> str:
+    """The last border: a filesystem that refuses what no command can do without."""
+    where = error.filename or "the run directory"
+    fix = {
+        errno.ENOSPC: "make room there", errno.EDQUOT: "you are over your quota there", errno.EROFS: "it is mounted read-only",
+        errno.EACCES: "you may not do that there", errno.ESTALE: "the mount is stale; try again",
+    }.get(error.errno or 0, "is it mounted and healthy?")  # fmt: skip
+    return f"{where}: {error.strerror or error}; {fix}. Nothing that was written is lost, and jobs that run go on"
+
+
+CANCELLED_EXIT_CODE = 10
+CANCEL_DEADLINE_S = 120.0
+"""A cluster or a supervisor that does not answer for this long keeps nobody waiting who cancels."""
 
 
 def find_run(name: str) -> Path:
@@ -102,16 +123,19 @@ def run(
     with display:
         closed = supervise(paths, profile, Hooks(display.progress, display.incident), takeover=takeover)
     if closed is None:
-        print(
-            f"left; the jobs go on. Continue: miles run {recipe} --cluster {cluster} --run-id {name}; end: miles cancel {name}"
-        )
+        again = ["miles", "run", recipe, "--cluster", cluster, "--run-id", name]
+        again += [part for setting in settings for part in ("--set", setting)]
+        print(f"left; the jobs go on. Continue: {shlex.join(again)}\nEnd: miles cancel {shlex.quote(str(paths.root))}")
         raise typer.Exit(130)
     run_config, paths = read_run(paths.root)
     display.show_summary(write_summary(run_config, paths), paths)
     if line := sync_line(paths, name):
         print(f"  upload   {line}")
+    if closed.state == "NEEDS_ROLLBACK":
+        raise NeedsRollback(f"run {name} needs a rollback: {closed.detail}")
     if closed.state == "CANCELLED":
-        print(f"run {name} was cancelled: {closed.detail}")
+        print(f"run {name} was cancelled: {closed.detail}. Take another --run-id to train again")
+        raise typer.Exit(CANCELLED_EXIT_CODE)
 
 
 @app.command()
@@ -150,7 +174,6 @@ def cancel(run: RunName) -> None:
     """Ends a run: all its jobs are cancelled, what it wrote stays."""
     from cluster.epoch import read_closed, read_cluster
     from flows.launch import Hooks, supervise
-    from miles_core.errors import HeldElsewhere
     from miles_core.run import read_run
 
     run_config, paths = read_run(find_run(run))
@@ -160,24 +183,32 @@ def cancel(run: RunName) -> None:
         return
     paths.cancel_request.parent.mkdir(parents=True, exist_ok=True)
     paths.cancel_request.touch()
+    print(f"asked run {run_config.run_id} to end", flush=True)
     try:
-        closed = supervise(paths, read_cluster(run_config), Hooks())
+        closed = supervise(paths, read_cluster(run_config), Hooks(), unreachable_s=CANCEL_DEADLINE_S)
     except HeldElsewhere:
         closed = _wait_closed(lambda: read_closed(run_config, paths), paths.root)
-    state = "left in the middle of cancelling" if closed is None else closed.state
-    print(f"run {run_config.run_id}: {state}")
+    except (SchedulerError, DeadlineExceeded) as error:
+        raise type(error)(
+            f"{error}\nThe request stays in {paths.cancel_request}: the next supervisor obeys it. Run `miles cancel` again "
+            f"when the cluster answers; jobs that it did not hear of yet go on"
+        ) from error
+    if closed is None:
+        print(f"left in the middle of cancelling; run `miles cancel {paths.root}` again")
+        raise typer.Exit(130)
+    print(f"run {run_config.run_id}: {closed.state}")
 
 
-def _wait_closed(read: Callable[[], Any], root: Path, deadline_s: float = 120.0) -> Any:
+def _wait_closed(read: Callable[[], RunClosed | None], root: Path, deadline_s: float = CANCEL_DEADLINE_S) -> RunClosed:
     until = time.monotonic() + deadline_s
     while time.monotonic() < until:
         closed = read()
         if closed is not None:
             return closed
         time.sleep(0.5)
-    raise MilesError(
-        f"{root}: its supervisor did not cancel within {deadline_s:.0f} s; look at `miles status`, or take over with "
-        f"`miles run ... --takeover`"
+    raise DeadlineExceeded(
+        f"{root}: its supervisor did not end the run within {deadline_s:.0f} s; the request stays. Look at `miles status "
+        f"{root}`, or take over with `miles run ... --takeover`"
     )
 
 

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from cluster.job_spec import make_job_spec
 from cluster.profile import ClusterProfile
-from cluster.schedulers import make_scheduler
+from cluster.schedulers import make_script
 from cluster.supervise import Progress
+from miles_core.errors import MilesError
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe
 from miles_core.records import Incident
@@ -155,10 +156,10 @@ def print_scripts(recipe: Recipe, profile: ClusterProfile) -> None:
     run = RunConfig(
         run_id="RUN_ID", recipe=recipe, timing=profile.timing, cluster={}, code_digest="", base_model_digest="", created_s=0.0
     )
-    scheduler = make_scheduler(profile, paths.root)
+    script = make_script(profile, paths.root)
     for writer in all_writers(recipe):
         spec = make_job_spec(run, paths, profile, writer, 1)
-        print(f"# ---- {writer}\n{scheduler.script(spec).rstrip()}\n")
+        print(f"# ---- {writer}\n{script(spec).rstrip()}\n")
 
 
 def print_runs(root: Path) -> None:
@@ -167,6 +168,10 @@ def print_runs(root: Path) -> None:
     if not found:
         print(f"no runs below {root.resolve()}")
     for folder in found:
-        run, paths = read_run(folder)
-        ledger = read_ledger(run, paths)
+        try:
+            run, paths = read_run(folder)
+            ledger = read_ledger(run, paths)
+        except (MilesError, OSError) as error:
+            print(f"{folder.name:40} UNREADABLE {str(error).partition(chr(10))[0]}")
+            continue
         print(f"{run.run_id:40} {ledger.state:10} step {max(ledger.steps.newest_step, 0)}/{run.recipe.steps}")

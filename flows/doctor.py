@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from cluster.schedulers import make_scheduler
-
 from cluster.profile import ClusterProfile
+from cluster.schedulers import make_scheduler
 from miles_core.errors import MilesError
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import publish_exclusive
+from tasks.prepare import cache_folder, run_root
 
 PINNED = ("torch", "transformers", "deepspeed", "prefect", "submitit", "pyarrow", "reasoning-gym")
 _MIN_FREE_GIB = 2.0
@@ -37,9 +37,9 @@ class Finding:
 
 
 def examine(profile: ClusterProfile) -> list[Finding]:
-    """All checks; none of them changes anything that stays."""
-    root = Path(profile.runs_root).expanduser().resolve()
-    findings = [_python(), *_packages(), _compiler(), _filesystem(root), _space(root), _cpus()]
+    """All checks; nothing stays of them but the runs folder."""
+    root = run_root(profile, "doctor").parent
+    findings = [_python(), *_packages(), _compiler(), _filesystem(root), _space(root), _cache(), _cpus()]
     if profile.kind == "slurm":
         findings.append(_slurm(profile, root))
     return findings
@@ -90,8 +90,19 @@ def _filesystem(root: Path) -> Finding:
     return Finding("runs folder", "bad", f"{root}: link(2) is not exclusive here", "use another filesystem for runs_root")
 
 
+def _cache() -> Finding:
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor."):
+            return Finding("base model cache", "good", str(folder))
+    except (OSError, MilesError) as error:
+        return Finding("base model cache", "bad", str(error), "set MILES_CACHE to a folder that you may write to")
+
+
 def _space(root: Path) -> Finding:
-    free = shutil.disk_usage(root if root.exists() else root.parent).free / 2**30
+    there = next(folder for folder in (root, *root.parents) if os.access(folder, os.R_OK) and folder.is_dir())
+    free = shutil.disk_usage(there).free / 2**30
     good = free >= _MIN_FREE_GIB
     return Finding("disk", "good" if good else "bad", f"{free:.1f} GiB free", "" if good else f"free {_MIN_FREE_GIB} GiB")
 

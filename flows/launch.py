@@ -6,20 +6,25 @@ Tracking and the report are for people and best effort: neither ends a run nor h
 from __future__ import annotations
 
 import logging
+import math
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.epoch import read_closed, supervisor_context, take_epoch
+from cluster.job_spec import make_job_spec
 from cluster.profile import ClusterProfile
+from cluster.scheduler import Scheduler
 from cluster.schedulers import make_scheduler
 from cluster.supervise import Progress, Supervisor
-from miles_core.errors import MilesError
+from miles_core.errors import HeldElsewhere, LeaseLost, MilesError
 from miles_core.paths import RunPaths
 from miles_core.records import Incident, RunClosed
-from miles_core.run import RunConfig, read_run
+from miles_core.run import RunConfig, all_writers, read_run
 
 log = logging.getLogger("miles")
 
@@ -32,26 +37,44 @@ class Hooks:
     on_incident: Callable[[Incident], None] = lambda incident: None
 
 
-def supervise(paths: RunPaths, profile: ClusterProfile, hooks: Hooks, *, takeover: bool = False) -> RunClosed | None:
+def supervise(
+    paths: RunPaths, profile: ClusterProfile, hooks: Hooks, *, takeover: bool = False, unreachable_s: float = math.inf
+) -> RunClosed | None:
     """Supervises a prepared run until it is over; None when it was asked to leave. A closed run is only read.
 
-    Raises HeldElsewhere, NodesLost, NeedsRollback, SchedulerError.
+    Raises HeldElsewhere (also when another supervisor took the run over), NodesLost, NeedsRollback, SchedulerError,
+    RecipeError, and DeadlineExceeded when the scheduler stays away for `unreachable_s`.
     """
+    # Jobs inherit it, too: what they make in the run directory only its owner may change (I17).
+    os.umask(os.umask(0o022) | 0o022)
     run, paths = read_run(paths.root)
     closed = read_closed(run, paths)
     if closed is not None:
         return closed
     scheduler = make_scheduler(profile, paths.root)
+    if not paths.cancel_request.exists():
+        check_scripts(run, paths, profile, scheduler)
     context = take_epoch(lambda epoch: supervisor_context(run, paths, epoch), takeover=takeover)
-    restore = _leave_on_signals(context.leave.set)
+    restore = _leave_on_signals(context.leave)
     try:
         with _tracked(run, paths, context.attempt, hooks) as (on_progress, on_poll):
             return Supervisor(
-                context, profile, scheduler, on_progress=on_progress, on_incident=hooks.on_incident, on_poll=on_poll
-            ).run()
+                context, profile, scheduler, on_progress=on_progress, on_incident=hooks.on_incident, on_poll=on_poll,
+                unreachable_s=unreachable_s,
+            ).run()  # fmt: skip
+    except LeaseLost as lost:
+        raise HeldElsewhere(f"run {run.run_id} was taken over by another supervisor: {lost}") from lost
     finally:
+        # Also where `run` was not reached: a heartbeat left behind would hold the run against the next one.
+        context.stop()
         _leave_report(paths)
         restore()
+
+
+def check_scripts(run: RunConfig, paths: RunPaths, profile: ClusterProfile, scheduler: Scheduler) -> None:
+    """Makes every job's script once: what cannot be is refused before anything is submitted. Raises RecipeError."""
+    for writer in all_writers(run.recipe):
+        scheduler.script(make_job_spec(run, paths, profile, writer, 1))
 
 
 @contextmanager
@@ -88,11 +111,13 @@ def _leave_report(paths: RunPaths) -> None:
         log.warning("no report was written (`miles report %s` tries again): %s", paths.root, error)
 
 
-def _leave_on_signals(leave: Callable[[], None]) -> Callable[[], None]:
-    """TERM and INT make the supervisor leave; the jobs go on. Returns a function that restores the old handlers."""
+def _leave_on_signals(leave: threading.Event) -> Callable[[], None]:
+    """TERM and INT make the supervisor leave, a second one at once; the jobs go on. Returns what restores the old handlers."""
 
     def handle(number: int, frame: Any) -> None:
-        leave()
+        if leave.is_set():
+            raise KeyboardInterrupt
+        leave.set()
 
     try:
         old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

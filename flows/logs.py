@@ -21,21 +21,31 @@ def print_logs(run: RunConfig, paths: RunPaths, *, follow: bool, role: str | Non
         raise RunDirectoryError(f"--role {role!r}: no such role in run {run.run_id}; there are {names}")
     offsets: dict[Path, int] = {}
     while True:
-        closed = read_closed(run, paths) is not None
+        is_last = not follow or read_closed(run, paths) is not None
         for writer in writers:
-            for path in sorted(paths.logs(writer, 0).parent.glob("attempt_*/*.out")):
-                offsets[path] = _print_new(path, offsets.get(path, 0), f"{writer} {path.parent.name.removeprefix('attempt_')}")
-        if not follow or closed:
+            for attempt, path in _log_files(paths, writer):
+                offsets[path] = _print_new(path, offsets.get(path, 0), f"{writer} {attempt}", is_last=is_last)
+        if is_last:
             return
         time.sleep(_POLL_S)
 
 
-def _print_new(path: Path, offset: int, label: str) -> int:
-    """Prints whole new lines; returns the position behind them."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        data = file.read()
-    whole = data.rfind(b"\n") + 1
-    for line in data[:whole].decode(errors="replace").splitlines():
-        print(f"{label}| {line}", flush=True)
-    return offset + whole
+def _log_files(paths: RunPaths, writer: str) -> list[tuple[int, Path]]:
+    """(attempt, file), ascending."""
+    found = paths.logs(writer, 0).parent.glob("attempt_*/*.out")
+    return sorted((int(path.parent.name.removeprefix("attempt_")), path) for path in found)
+
+
+def _print_new(path: Path, offset: int, label: str, *, is_last: bool) -> int:
+    """Prints whole new lines, at the end also a broken one; returns the position behind them."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n") and not is_last:
+                    break
+                offset += len(line)
+                print(f"{label}| {line.decode(errors='replace').rstrip()}", flush=True)
+    except (FileNotFoundError, PermissionError) as error:
+        print(f"{label}| ({path} is not readable: {error.strerror})", flush=True)
+    return offset

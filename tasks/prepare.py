@@ -1,12 +1,19 @@
-"""Ensure steps before a run: the base model, the code snapshot, run.json. Each is cheap when already done."""
+"""Ensure steps before a run: the base model, the code snapshot, run.json. Each is cheap when already done.
+
+A run id belongs to one recipe and one cluster. Failure: a folder that cannot be read or written is a RunDirectoryError; what
+was begun is taken up by the next call.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
+import secrets
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,8 +22,8 @@ import xxhash
 from cluster.profile import ClusterProfile
 from miles_core.errors import RecipeError, RunDirectoryError
 from miles_core.paths import RunPaths, check_trusted
-from miles_core.recipe import Recipe
-from miles_core.run import RunConfig
+from miles_core.recipe import EnvironmentSpec, Recipe
+from miles_core.run import RunConfig, read_run
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import digest_file, publish_exclusive, temp_path
 
@@ -28,28 +35,35 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def cache_folder() -> Path:
-    """Where base models are kept between runs: MILES_CACHE, else ~/.cache/miles."""
-    return Path(os.environ.get("MILES_CACHE", "~/.cache/miles")).expanduser()
+    """Where base models are kept between runs: MILES_CACHE, else ~/.cache/miles. Raises RunDirectoryError without a home."""
+    try:
+        return Path(os.environ.get("MILES_CACHE", "~/.cache/miles")).expanduser()
+    except RuntimeError as error:
+        raise RunDirectoryError(f"base models have no place: {error}; set MILES_CACHE to a folder you may write to") from error
 
 
 def new_run_id(recipe: Recipe) -> str:
-    """`<recipe>-<UTC time>`."""
-    return f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    """`<recipe>-<UTC time>-<4 hex digits>`: a loop that starts many runs in one second gets as many ids."""
+    return f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 def run_root(profile: ClusterProfile, run_id: str) -> Path:
-    """The run directory of a run id. Raises RunDirectoryError for an id that cannot be a folder and a job name."""
+    """The run directory of a run id: below runs_root; where that is relative, below MILES_RUNS if it is set.
+
+    Raises RunDirectoryError for an id that cannot be a folder and a job name.
+    """
     if not RUN_ID.fullmatch(run_id):
         raise RunDirectoryError(f"run id {run_id!r}: use at most 64 letters, digits and . _ - and begin with a letter or digit")
-    return Path(profile.runs_root).expanduser().resolve() / run_id
+    root = Path(profile.runs_root).expanduser()
+    if not root.is_absolute():
+        root = Path(os.environ.get("MILES_RUNS", root)).expanduser()
+    return root.resolve() / run_id
 
 
 def ensure_base_model(recipe: Recipe) -> Path:
     """The base model's folder: made by its warm-up (cached by content), or given. Raises RecipeError."""
     if recipe.model.bootstrap is not None:
-        from miles_core.bootstrap import ensure_base_model as make
-
-        return make(recipe.model.bootstrap, recipe.environment, cache_folder() / "models")
+        return _made(recipe.model.bootstrap, recipe.environment)
     folder = Path(str(recipe.model.path)).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -58,6 +72,23 @@ def ensure_base_model(recipe: Recipe) -> Path:
     if str(recipe.model.path).startswith(("/", ".", "~")):
         raise RecipeError(f"model.path: {folder} is not there; give a folder in Hugging Face layout, or a hub id")
     return _from_hub(str(recipe.model.path))
+
+
+def _made(name: str, environment: EnvironmentSpec) -> Path:
+    from miles_core.bootstrap import bootstrap_digest, ensure_base_model, find_warm_up
+
+    find_warm_up(name, environment)
+    cache = cache_folder() / "models"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if not (cache / f"{name}-{bootstrap_digest(name, environment)}").exists():
+            # Said now, not after the minute that the warm-up takes.
+            tempfile.TemporaryDirectory(dir=cache).cleanup()
+        return ensure_base_model(name, environment, cache)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the base model cannot be made or read in {cache}: {error}; set MILES_CACHE to a folder you may write to"
+        ) from error
 
 
 def _from_hub(name: str) -> Path:
@@ -74,38 +105,57 @@ def _from_hub(name: str) -> Path:
 
 
 def ensure_run(recipe: Recipe, profile: ClusterProfile, run_id: str, base_model: Path) -> RunPaths:
-    """The run directory with code snapshot, base model and run.json; a run id in use must have the same recipe.
+    """The run directory with code snapshot, base model and run.json; one in use must have the same recipe and cluster.
 
     Raises RunDirectoryError.
     """
     paths = RunPaths(run_root(profile, run_id))
-    if paths.run_file.exists():
-        _same_recipe(paths, recipe)
-        return paths
+    try:
+        if not paths.run_file.exists():
+            _make_run(paths, recipe, profile, run_id, base_model)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the run directory {paths.root} cannot be made: {error}; set runs_root in the cluster profile (or MILES_RUNS) to "
+            f"a shared folder with room that you may write to"
+        ) from error
+    _check_same(paths, recipe, profile)
+    return paths
+
+
+def _make_run(paths: RunPaths, recipe: Recipe, profile: ClusterProfile, run_id: str, base_model: Path) -> None:
+    # Whatever the umask of the site: only the owner may change what runs (I17).
+    os.umask(os.umask(0o022) | 0o022)
     paths.root.mkdir(parents=True, exist_ok=True)
     os.chmod(paths.root, 0o755)
     check_trusted(paths.root)
-    code_digest = snapshot_code(paths)
+    snapshot_code(paths)
     _ensure_base_copy(paths, base_model)
     for folder in (paths.leases, paths.heartbeats, paths.done("x").parent, paths.cancel_request.parent, paths.reports):
         folder.mkdir(parents=True, exist_ok=True)
     run = RunConfig(
         run_id=run_id, recipe=recipe, timing=profile.timing, cluster=json.loads(profile.model_dump_json()),
-        code_digest=code_digest, base_model_digest=weights_file_digest(paths.base_model), created_s=time.time(),
+        code_digest=code_digest(paths.code), base_model_digest=weights_file_digest(paths.base_model), created_s=time.time(),
     )  # fmt: skip
     publish_exclusive(FileSystem(), paths.run_file, run.model_dump_json(indent=2).encode())
-    return paths
 
 
-def _same_recipe(paths: RunPaths, recipe: Recipe) -> None:
-    check_trusted(paths.root)
-    there = RunConfig.model_validate_json(paths.run_file.read_bytes()).recipe
-    if there != recipe:
-        changed = [name for name in type(recipe).model_fields if getattr(there, name) != getattr(recipe, name)]
+def _check_same(paths: RunPaths, recipe: Recipe, profile: ClusterProfile) -> None:
+    """Against run.json as it is, whoever made it: another process may have been first."""
+    run, _ = read_run(paths.root)
+    if run.recipe != recipe:
+        changed = [name for name in type(recipe).model_fields if getattr(run.recipe, name) != getattr(recipe, name)]
         raise RunDirectoryError(
             f"{paths.root} was started with another recipe (different: {', '.join(changed)}). Take another --run-id, or the "
             f"recipe in {paths.run_file}"
         )
+    there = ClusterProfile.model_validate(run.cluster)
+    if (there.kind, there.name, there.slurm.devslurm) != (profile.kind, profile.name, profile.slurm.devslurm):
+        raise RunDirectoryError(
+            f"{paths.root} was started on cluster {there.name} ({there.kind}), not on {profile.name} ({profile.kind}): its "
+            f"jobs are there. Continue it with --cluster {there.name}, or take another --run-id"
+        )
+    if run.timing != profile.timing:
+        log.warning("%s keeps the times it was made with (%r): roles that live know those", paths.root, run.timing)
 
 
 def source_files() -> list[Path]:
@@ -118,18 +168,32 @@ def source_files() -> list[Path]:
     )
 
 
-def snapshot_code(paths: RunPaths) -> str:
-    """Copies the code that the jobs will run, whole or not at all; returns its digest."""
+def snapshot_code(paths: RunPaths) -> None:
+    """Copies the code that the jobs will run, whole or not at all; a copy that is there stays."""
+    if paths.code.exists():
+        return
+    temp = temp_path(paths.code)
+    for name in source_files():
+        (temp / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(SOURCE / name, temp / name)
+    _rename_unless_there(temp, paths.code)
+
+
+def _rename_unless_there(temp: Path, folder: Path) -> None:
+    """Of two processes that make one run the first one's folder stays."""
+    try:
+        os.rename(temp, folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(temp)
+
+
+def code_digest(code: Path) -> str:
+    """xxh3-128 over names and contents of a code snapshot."""
     state = xxhash.xxh3_128()
-    files = source_files()
-    for name in files:
-        state.update(str(name).encode() + b"\0" + (SOURCE / name).read_bytes())
-    if not paths.code.exists():
-        temp = temp_path(paths.code)
-        for name in files:
-            (temp / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(SOURCE / name, temp / name)
-        os.rename(temp, paths.code)
+    for path in sorted(path for path in code.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        state.update(str(path.relative_to(code)).encode() + b"\0" + path.read_bytes())
     return state.hexdigest()
 
 
@@ -140,9 +204,10 @@ def _ensure_base_copy(paths: RunPaths, base_model: Path) -> None:
     if base_model.is_relative_to(cache_folder()):
         temp = temp_path(paths.base_model)
         shutil.copytree(base_model, temp)
-        os.rename(temp, paths.base_model)
+        _rename_unless_there(temp, paths.base_model)
     else:
-        os.symlink(base_model.resolve(), paths.base_model)
+        with contextlib.suppress(FileExistsError):
+            os.symlink(base_model.resolve(), paths.base_model)
 
 
 def weights_file_digest(folder: Path) -> str:

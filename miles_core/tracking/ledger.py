@@ -32,7 +32,7 @@ from miles_core.records import (
 from miles_core.run import RunConfig, all_writers, grader_writers, rollout_writers
 from miles_core.store.follow import Delivered, Follower, Reading
 from miles_core.store.fs import FileSystem
-from miles_core.store.journal import list_segments
+from miles_core.store.journal import AttemptTail, list_segments
 from miles_core.store.lease import LeaseFolder
 
 
@@ -69,10 +69,30 @@ class Ledger:
         return "RUNNING" if self.closed is None else self.closed.state
 
 
+class _HeardFrom(LeaseFolder):
+    """Leases whose holders have recorded something: one that is starting hides nothing of what its predecessors did."""
+
+    def __init__(self, fs: FileSystem, paths: RunPaths, run_id: str) -> None:
+        super().__init__(fs, paths.leases, run_id)
+        self._files, self._paths = fs, paths
+        self._heard: dict[str, int] = {}
+
+    def newest(self, writer: str) -> int:
+        """Highest attempt with a record, as it was when first asked."""
+        if writer not in self._heard:
+            attempts = reversed(self.attempts(writer))
+            self._heard[writer] = next((attempt for attempt in attempts if self._has_recorded(writer, attempt)), 0)
+        return self._heard[writer]
+
+    def _has_recorded(self, writer: str, attempt: int) -> bool:
+        tail = AttemptTail(self._files, self._paths.journal(writer), attempt, visibility_s=0.0)
+        return bool(tail.read(list_now=True))
+
+
 def read_ledger(run: RunConfig, paths: RunPaths) -> Ledger:
     """Reads a run directory, live or finished."""
     fs = FileSystem()
-    leases = LeaseFolder(fs, paths.leases, run.run_id)
+    leases = _HeardFrom(fs, paths, run.run_id)
     reading = Reading(fs, leases, run.timing.visibility_s)
     ledger = Ledger(run, StepLog(Follower(reading, paths.journal("learner-0"), "learner-0")))
     if not paths.leases.is_dir():

@@ -103,6 +103,6 @@ def test_a_truncated_journal_is_said_and_hides_nothing_else(finished_run: Path, 
 def test_no_slurm_is_one_sentence(tmp_path: Path) -> None:
     """Without the binaries in PATH."""
     (tmp_path / "bin").mkdir()
-    done = miles(tmp_path, "jobs", "chain_sum", "--cluster", "devslurm", PATH=str(tmp_path / "bin"))
+    done = miles(tmp_path, "run", "chain_sum", "--cluster", "devslurm", PATH=str(tmp_path / "bin"))
     assert done.returncode in (2, 7) and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
