@@ -1,4 +1,4 @@
-"""`miles report RUN`: reports/index.html and summary.json, for a live run, too."""
+"""`miles report RUN`: reports/index.html, for a live run, too."""
 
 from __future__ import annotations
 

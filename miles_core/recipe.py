@@ -180,6 +180,15 @@ class EvaluationSpec(Closed):
     """Held-out tasks, from a seed range that training never draws."""
 
 
+class TrackingSpec(Closed):
+    """Who is told of a run, besides its own metric shards, which are always written."""
+
+    wandb: bool = False
+    """Log to Weights & Biases: offline unless WANDB_MODE=online is set where the supervisor runs and there is a key."""
+    project: str = Field(default="miles", min_length=1)
+    """W&B project."""
+
+
 class Recipe(Closed):
     """One run, resolved."""
 
@@ -205,6 +214,8 @@ class Recipe(Closed):
     """Published versions."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Greedy evaluation."""
+    tracking: TrackingSpec = TrackingSpec()
+    """W&B."""
 
     @model_validator(mode="after")
     def _cross_rules(self) -> Self:

@@ -163,7 +163,9 @@ def _lane(ledger: Ledger, paths: RunPaths, writer: str, points: Points, end_s: f
     for intent in ledger.intents[writer]:
         own = points.get((writer, intent.attempt), [])
         times = [point["unix_s"] - made_s for point in own] + _file_times(paths, writer, intent.attempt, made_s, end_s)
-        spans += [_busy_span(point) for point in own if point["event"] in ("busy", "evaluation")]
+        busy = [_busy_span(point) for point in own if point["event"] in ("busy", "evaluation")]
+        times += [start - made_s for start, _ in busy]
+        spans += busy
         if times:
             lane.attempts.append(Attempt(intent.attempt, max(0.0, min(times)), max(times), intent.reason))
     lane.busy = merge((start - made_s, end - made_s) for start, end in spans)

@@ -149,6 +149,9 @@ def _bytes(data: ReportData) -> Chart:
     deltas = [None if by_step[step].base is None else float(by_step[step].size_bytes) for step in steps]
     written = sum(record.size_bytes for _, record in published)
     full = sum(record.full_bytes or record.size_bytes for _, record in published)
-    note = f"{len(published)} versions, {number(written)}B written; as full versions it would be {number(full)}B."
-    series = [Series("full version", anchors, "s1", "bar"), Series("delta", deltas, "s2", "bar")]
+    saved = f"; as full versions it would be {number(full)}B" if full != written else ""
+    note = f"{len(published)} versions, {number(written)}B written{saved}."
+    series = [Series("full version", anchors, "s1", "bar")]
+    if any(deltas):
+        series.append(Series("delta", deltas, "s2", "bar"))
     return Chart("Published per version", [float(step) for step in steps], series, "bytes", "version", note)

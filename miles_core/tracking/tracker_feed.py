@@ -244,11 +244,11 @@ class TrackerFeed:
             self.job_ids.setdefault(record.writer, []).append(record.job_id)
 
     def _fold_point(self, point: Row) -> None:
-        event = point.get("event")
-        if event == "step":
-            self._learner_points[point["step"]] = point
-        elif event == "batch":
-            self._batch_points[point["step"]] = point
+        event, step = point.get("event"), point.get("step")
+        if event == "step" and isinstance(step, int):
+            self._learner_points[step] = point
+        elif event == "batch" and isinstance(step, int):
+            self._batch_points[step] = point
         elif event == "orchestrator":
             self._gauges = point
 

@@ -31,7 +31,7 @@ def quiet_settings(**changes: Any) -> Any:
     import wandb
 
     return wandb.Settings(
-        console="off", silent=True, init_timeout=60.0, save_code=False, disable_code=True, disable_git=True,
+        console="off", silent=True, init_timeout=30.0, save_code=False, disable_code=True, disable_git=True,
         disable_job_creation=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
         x_save_requirements=False, **changes,
     )  # fmt: skip
@@ -46,6 +46,7 @@ def start_run(arguments: dict[str, Any]) -> Any:
         run = wandb.init(settings=quiet_settings(), resume="allow", **arguments)
     except (wandb.errors.Error, OSError) as error:
         print(f"W&B is not reachable, going on offline: {error}", file=sys.stderr)
+        wandb.teardown()  # else the run id counts as in use
         run = wandb.init(settings=quiet_settings(), resume="allow", **{**arguments, "mode": "offline"})
     for axis in sorted({*AXES.values()}):
         run.define_metric(axis, hidden=axis != "policy_version")

@@ -77,14 +77,20 @@ class ProcessSink:
         self._pipe: IO[bytes] = self._process.stdin
         os.set_blocking(self._pipe.fileno(), False)
         self._pending: deque[bytes] = deque()
-        self._pending_bytes = 0
+        self.pending_bytes = 0
+        """What the process did not take yet."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def send(self, message: Row) -> None:
         """Writes what the pipe takes now; the rest waits here, up to a bound."""
         line = json.dumps(message).encode() + b"\n"
         self._pending.append(line)
-        self._pending_bytes += len(line)
-        if self._pending_bytes > _PENDING_BYTES:
+        self.pending_bytes += len(line)
+        if self.pending_bytes > _PENDING_BYTES:
             raise OSError(f"the W&B process takes no messages; see {self.log_file}")
         self._flush()
 
@@ -95,7 +101,7 @@ class ProcessSink:
                 written = os.write(self._pipe.fileno(), self._pending[0])
             except BlockingIOError:
                 return False
-            self._pending_bytes -= written
+            self.pending_bytes -= written
             rest = self._pending.popleft()[written:]
             if rest:
                 self._pending.appendleft(rest)
@@ -171,7 +177,7 @@ class WandbTracker:
     def _best_effort(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except (OSError, ValueError, KeyError, TypeError, MilesError) as error:
+        except (OSError, ValueError, LookupError, TypeError, MilesError) as error:
             self._is_over = True
             log.warning("W&B tracking of this run has stopped (the run goes on; its metric shards are whole): %s", error)
 
