@@ -1,7 +1,8 @@
-"""The report in a real browser: drawn, quiet, and no wider than the screen, on a desk and on a telephone."""
+"""What a run leaves for people: the report in a real browser (drawn, quiet, no wider than a desk or a telephone), the W&B run."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from flows.report import build_report
+from tests.e2e.runs import miles, short_run_arguments, start_miles, wait_for
 from tests.unit.synthetic_run import SyntheticRun
+from tests.unit.test_tracker import history
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (1280, 390)
@@ -98,3 +101,23 @@ def test_a_page_with_everything_on_it(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_the_page_that_a_run_leaves(finished_run: Path, tmp_path: Path) -> None:
     check_page(finished_run / "reports" / "index.html", tmp_path / "browser")
+
+
+@pytest.mark.xdist_group("e2e")
+@pytest.mark.timeout(900)
+def test_a_tracked_run_whose_supervisor_is_killed_is_one_wandb_run(tmp_path: Path) -> None:
+    arguments = short_run_arguments("tracked", "steps=20", "tracking.wandb=true")
+    root = tmp_path / "runs" / "tracked"
+    first = start_miles(tmp_path, *arguments, WANDB_MODE="offline")
+    wait_for("rows of the first supervisor", lambda: any(row.get("train/step", 0) > 0 for row in history(root)))
+    first.kill()
+    first.wait(timeout=10)
+    second = miles(tmp_path, *arguments, WANDB_MODE="offline")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert f"wandb sync --id tracked {root}/wandb/offline-run-" in second.stdout
+    rows = history(root)
+    steps = [row["train/step"] for row in rows if "train/step" in row]
+    assert len(steps) >= 20 and steps[-1] == 20, "kill -9 may cost the one row between cursor and W&B"
+    for axis in ("train/step", "policy_version", "eval/step", "wall_s"):
+        values = [row[axis] for row in rows if axis in row]
+        assert values and all(before < after for before, after in itertools.pairwise(values)), axis
