@@ -9,20 +9,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from miles_core.errors import DigestMismatch, MilesError, RunDirectoryError
+from miles_core.errors import DigestMismatch, RunDirectoryError
 from miles_core.paths import RunPaths
-from miles_core.policy.lineage import Lineage
-from miles_core.policy.local_copy import PolicyCopy
-from miles_core.policy.manifest import MANIFEST_NAME, PolicyManifest, digest_entries
 from miles_core.records import (
     Batch,
     BatchMember,
-    CheckpointSaved,
     Drop,
-    EvaluationPoint,
     Graded,
     GradesChosen,
     GroupIssued,
+    Intent,
     Order,
     Published,
     RunClosed,
@@ -31,17 +27,16 @@ from miles_core.records import (
     ShardSealed,
     StepDone,
     Version,
-    WriterCut,
     digest_record,
     sample_id,
 )
 from miles_core.run import RunConfig, all_writers, grader_writers, rollout_writers
-from miles_core.store.publish import check_file, digest_file
+from miles_core.store.publish import check_file
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import read_shard
+from miles_core.verify.joined import SELF_CUTTING, Joined, Shard
 from miles_core.verify.streams import Fault, Files
-
-SELF_CUTTING = ("supervisor-0", "orchestrator-0", "learner-0", "evaluator-0")
+from miles_core.verify.weights import check_checkpoints, check_evaluations, check_versions
 
 
 @dataclass
@@ -68,94 +63,70 @@ class Verification:
         return "\n".join([*lines, f"{len(self.faults)} faults:", *(f"  {f.kind}  {f.where}: {f.detail}" for f in self.faults)])
 
 
-@dataclass
-class _Shard:
-    writer: str
-    attempt: int
-    sealed: ShardSealed
-    rows: list[Trajectory] | None = None
-
-
-class _Run:
-    """Accepted records of one run, joined."""
-
-    def __init__(self, files: Files, run: RunConfig) -> None:
-        self.files, self.run, self.recipe = files, run, run.recipe
-        for writer in ["supervisor-0", *all_writers(run.recipe)]:
-            files.read_writer(writer)
-        for writer in SELF_CUTTING:
-            files.apply_own_cuts(writer)
-        self.orchestrator = self._accepted("orchestrator-0")
-        self._cut_workers()
-        self.learner = self._accepted("learner-0")
-        self.groups: dict[str, GroupIssued] = {}
-        self.ends: dict[str, list[str]] = defaultdict(list)
-        self.batches: dict[int, Batch] = {}
-        self.orders: dict[str, Order] = {}
-        self.chosen: dict[str, Any] = {}
-        self.shards: dict[str, _Shard] = {}
-        self.steps: dict[int, list[tuple[int, StepDone]]] = defaultdict(list)
-        self.known: dict[Version, StepDone] = {}
-        self.ended: RunEnded | None = None
-
-    def _accepted(self, writer: str) -> list[tuple[int, Any]]:
-        streams = self.files.streams[writer]
-        return [(attempt, record) for attempt in sorted(streams) for record in streams[attempt].accepted]
-
-    def _cut_workers(self) -> None:
-        seen: set[tuple[str, int]] = set()
-        for _, record in self.orchestrator:
-            if isinstance(record, WriterCut):
-                key = (record.cut.writer, record.cut.attempt)
-                if key in seen:
-                    self.files.fault("cuts", record.cut.writer, f"attempt {record.cut.attempt} is cut twice")
-                seen.add(key)
-                self.files.apply_cut(record.cut.writer, record.cut)
-
-
 def verify_run(root: Path) -> Verification:
-    """Checks everything that a run directory's files say. Raises RunDirectoryError only without a run.json."""
+    """Checks everything that a run directory's files say. Raises RunDirectoryError only without a run.json.
+
+    A live run moves while it is read (a batch may name a shard whose record was not there a moment before), so there only
+    what two readings find is a fault.
+    """
+    result = _read_once(root)
+    if result.faults and result.state == "RUNNING":
+        again = _read_once(root)
+        again.faults = [fault for fault in again.faults if fault in result.faults]
+        return again
+    return result
+
+
+def _read_once(root: Path) -> Verification:
     paths = RunPaths(root)
     try:
         run = RunConfig.model_validate_json(paths.run_file.read_bytes())
     except (OSError, ValidationError) as error:
         raise RunDirectoryError(f"{paths.run_file} is not readable as a run description: {error}") from error
     files = Files(paths, run.run_id)
-    joined = _Run(files, run)
+    joined = Joined(files, run)
     _check_supervisor(joined)
     _check_orchestrator(joined)
     _check_shards(joined)
     _check_grades(joined)
     _check_steps(joined)
     _check_batches(joined)
-    _check_versions(joined)
-    _check_checkpoints(joined)
-    _check_evaluations(joined)
+    check_versions(joined)
+    check_checkpoints(joined)
+    check_evaluations(joined)
     state = _check_end(joined)
     return Verification(run.run_id, state, _facts(joined), files.faults)
 
 
-def _check_supervisor(joined: _Run) -> None:
-    """An attempt's lease carries the token of the intent that made it."""
+def _check_supervisor(joined: Joined) -> None:
+    """An attempt's lease carries the token of the intent that made it.
+
+    Also of an intent behind a cut: a supervisor that was stopped in the middle may have submitted it all the same.
+    """
     tokens = {
         (record.writer, record.attempt): record.token
-        for _, record in joined._accepted("supervisor-0")
-        if record.kind == "intent"
+        for stream in joined.files.streams["supervisor-0"].values()
+        for _, record in stream.records
+        if isinstance(record, Intent)
     }
-    for writer, leases in joined.files.leases.items():
-        for attempt, lease in leases.items():
-            token = tokens.get((writer, attempt))
-            if lease.get("kind") == "lease" and token is not None and lease.get("token") != token:
-                joined.files.fault("lease", f"leases/{writer}.a{attempt}", "its token is not that of the supervisor's intent")
+    for writer in all_writers(joined.recipe):
+        for attempt, lease in joined.files.leases.get(writer, {}).items():
+            if lease.get("kind") != "lease":
+                continue
+            where, token = f"leases/{writer}.a{attempt}", tokens.get((writer, attempt))
+            if token is None:
+                joined.files.fault("lease", where, "no supervisor's intent made this attempt")
+            elif lease.get("token") != token:
+                joined.files.fault("lease", where, "its token is not that of the supervisor's intent")
 
 
-def _check_orchestrator(joined: _Run) -> None:
+def _check_orchestrator(joined: Joined) -> None:
     for _, record in joined.orchestrator:
         _fold_orchestrator(joined, record)
     _check_groups(joined)
 
 
-def _fold_orchestrator(joined: _Run, record: Any) -> None:
+def _fold_orchestrator(joined: Joined, record: Any) -> None:
     fault = joined.files.fault
     if isinstance(record, GroupIssued):
         if record.group_id in joined.groups:
@@ -177,7 +148,7 @@ def _fold_orchestrator(joined: _Run, record: Any) -> None:
         joined.ended = record
 
 
-def _check_groups(joined: _Run) -> None:
+def _check_groups(joined: Joined) -> None:
     fault = joined.files.fault
     for group_id, ends in joined.ends.items():
         if group_id not in joined.groups:
@@ -191,13 +162,13 @@ def _check_groups(joined: _Run) -> None:
         )
 
 
-def _check_shards(joined: _Run) -> None:
+def _check_shards(joined: Joined) -> None:
     fault, paths = joined.files.fault, joined.files.paths
     for writer, _ in rollout_writers(joined.recipe):
-        for attempt, record in joined._accepted(writer):
+        for attempt, record in joined.accepted(writer):
             if not isinstance(record, ShardSealed):
                 continue
-            shard = joined.shards[record.path] = _Shard(writer, attempt, record)
+            shard = joined.shards[record.path] = Shard(writer, attempt, record)
             path = paths.root / record.path
             try:
                 check_file(path, record.size_bytes, record.digest)
@@ -210,17 +181,19 @@ def _check_shards(joined: _Run) -> None:
                 _check_rows(joined, shard)
 
 
-def _check_rows(joined: _Run, shard: _Shard) -> None:
+def _check_rows(joined: Joined, shard: Shard) -> None:
     rows = shard.rows or []
     if len(rows) != len(shard.sealed.rows):
         joined.files.fault("shard_rows", shard.sealed.path, f"{len(rows)} rows, announced {len(shard.sealed.rows)}")
         return
-    for row, entry in zip(rows, shard.sealed.rows, strict=True):
+    for position, (row, entry) in enumerate(zip(rows, shard.sealed.rows, strict=True)):
+        if entry.row != position:
+            joined.files.fault("shard_row", f"{shard.sealed.path} row {position}", f"announced as row {entry.row}")
         for problem in _row_problems(shard, row, entry):
             joined.files.fault("shard_row", f"{shard.sealed.path} row {entry.row}", problem)
 
 
-def _row_problems(shard: _Shard, row: Trajectory, entry: ShardEntry) -> list[str]:
+def _row_problems(shard: Shard, row: Trajectory, entry: ShardEntry) -> list[str]:
     versions = {Version(run.step, run.attempt) for run in row.versions}
     pairs = (
         ("trajectory", row.trajectory_id, entry.trajectory_id),
@@ -234,11 +207,11 @@ def _row_problems(shard: _Shard, row: Trajectory, entry: ShardEntry) -> list[str
     return [f"{name} {seen!r}, its manifest record says {said!r}" for name, seen, said in pairs if seen != said]
 
 
-def _check_grades(joined: _Run) -> None:
+def _check_grades(joined: Joined) -> None:
     """Every grade that counts stands, unchanged, in the journal of the grader attempt it names."""
     given: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
     for writer in grader_writers(joined.recipe):
-        for attempt, record in joined._accepted(writer):
+        for attempt, record in joined.accepted(writer):
             if isinstance(record, Graded):
                 for entry in record.entries:
                     given[entry.trajectory_id, writer, attempt].append(entry.grade)
@@ -251,7 +224,7 @@ def _check_grades(joined: _Run) -> None:
             )  # fmt: skip
 
 
-def _check_steps(joined: _Run) -> None:
+def _check_steps(joined: Joined) -> None:
     fault = joined.files.fault
     last: dict[int, int] = {}
     for attempt, record in joined.learner:
@@ -284,7 +257,7 @@ def _check_steps(joined: _Run) -> None:
                 fault("staleness", f"step {step}", f"record says {record.staleness}, batch says {batch.staleness}")
 
 
-def _check_batches(joined: _Run) -> None:
+def _check_batches(joined: Joined) -> None:
     for batch in joined.batches.values():
         oldest = batch.step - 1
         for group in batch.groups:
@@ -298,9 +271,24 @@ def _check_batches(joined: _Run) -> None:
                     "group_samples", group.group_id, f"batch {batch.step} trains {dict(got)} instead of each once"
                 )
         _check_staleness(joined, batch, oldest)
+        _check_reward(joined, batch)
+        wanted_groups = joined.recipe.orchestrator.prompts
+        if len(batch.groups) != wanted_groups:
+            joined.files.fault("batch_size", batch.batch_id, f"{len(batch.groups)} groups, the recipe says {wanted_groups}")
 
 
-def _check_staleness(joined: _Run, batch: Batch, oldest: int) -> None:
+def _check_reward(joined: Joined, batch: Batch) -> None:
+    """The reward curve that people see is that of the batches."""
+    rewards = [member.reward for group in batch.groups for member in group.members]
+    mean = sum(rewards) / max(len(rewards), 1)
+    for attempt, record in joined.steps.get(batch.step, []):
+        if abs(record.mean_reward - mean) > 1e-6:
+            joined.files.fault(
+                "reward", f"step {batch.step}", f"attempt {attempt} recorded {record.mean_reward}, its batch's mean is {mean}"
+            )
+
+
+def _check_staleness(joined: Joined, batch: Batch, oldest: int) -> None:
     bound = joined.recipe.orchestrator.max_staleness
     if batch.staleness != batch.step - 1 - oldest:
         joined.files.fault(
@@ -312,7 +300,7 @@ def _check_staleness(joined: _Run, batch: Batch, oldest: int) -> None:
         joined.files.fault("staleness", batch.batch_id, f"{batch.staleness} is over the recipe's bound {bound}")
 
 
-def _check_member(joined: _Run, batch: Batch, group_id: str, member: BatchMember) -> Trajectory | None:
+def _check_member(joined: Joined, batch: Batch, group_id: str, member: BatchMember) -> Trajectory | None:
     fault, ref = joined.files.fault, member.ref
     where = f"batch {batch.step}, {ref.trajectory_id}"
     shard = joined.shards.get(ref.shard)
@@ -334,6 +322,8 @@ def _check_member(joined: _Run, batch: Batch, group_id: str, member: BatchMember
     order = joined.orders.get(row.order_id)
     if order is None or (order.receiver, order.receiver_attempt) != (row.producer, row.producer_attempt):
         fault("order", where, f"order {row.order_id} was not given to {row.producer} attempt {row.producer_attempt}")
+    elif row.sample_id not in {sample_id(order.group_id, index) for index in order.samples}:
+        fault("order", where, f"order {row.order_id} did not ask for sample {row.sample_id}")
     chosen = joined.chosen.get(ref.trajectory_id)
     if chosen is None or chosen.grade.value != member.reward:
         fault(
@@ -344,95 +334,9 @@ def _check_member(joined: _Run, batch: Batch, group_id: str, member: BatchMember
     return row
 
 
-def _check_versions(joined: _Run) -> None:
-    fault, paths = joined.files.fault, joined.files.paths
-    lineage = Lineage()
-    published = lineage.published
-    copy = PolicyCopy(paths, joined.run.run_id, lineage)
-    for attempt, record in joined.learner:
-        if not isinstance(record, Published):
-            continue
-        published[record.version] = record
-        step = joined.known.get(record.version)
-        if record.version.attempt != attempt or step is None:
-            fault("version_unknown", record.folder, f"version {tuple(record.version)} was published without its step record")
-        elif step.weights_digest != record.weights_digest:
-            fault(
-                "weights_digest",
-                record.folder,
-                f"published {record.weights_digest}, the step record says {step.weights_digest}",
-            )
-        _check_version_files(joined, record, paths.root / record.folder)
-        _prove_weights(joined, record, copy)
-    final = joined.recipe.steps
-    if joined.ended is not None and not any(version.step == final for version in published):
-        fault("version_missing", f"version {final}", "the run ended, but its last version was not published")
-
-
-def _check_version_files(joined: _Run, record: Published, folder: Path) -> None:
-    fault = joined.files.fault
-    try:
-        raw = (folder / MANIFEST_NAME).read_bytes()
-        manifest = PolicyManifest.model_validate_json(raw)
-    except OSError as error:
-        fault("version_missing", record.folder, f"manifest not readable: {error.strerror}")
-        return
-    except ValidationError as error:
-        fault("version_manifest", record.folder, f"manifest not readable: {error.errors()[0]['msg']}")
-        return
-    if manifest.run_id != joined.run.run_id or manifest.version != record.version:
-        fault("version_foreign", record.folder, f"is version {tuple(manifest.version)} of run {manifest.run_id}")
-    if digest_file(folder / MANIFEST_NAME) != record.manifest_digest:
-        fault("version_manifest", record.folder, "manifest.json differs from the digest in the step journal")
-    if not manifest.weights_digest == record.weights_digest == digest_entries(manifest.tensors):
-        fault("weights_digest", record.folder, "manifest, its tensors and the step journal name different weights")
-    for file in manifest.files:
-        try:
-            check_file(folder / file.name, file.size_bytes, file.digest)
-        except FileNotFoundError:
-            fault("version_missing", f"{record.folder}/{file.name}", "not there")
-        except DigestMismatch as error:
-            fault("version_digest", f"{record.folder}/{file.name}", str(error))
-
-
-def _prove_weights(joined: _Run, record: Published, copy: PolicyCopy) -> None:
-    """Makes the version's tensors from its anchor and deltas, as a reader does, and compares their digests."""
-    try:
-        copy.reach(record)
-    except (OSError, MilesError) as error:
-        joined.files.fault("version_weights", record.folder, str(error))
-
-
-def _check_checkpoints(joined: _Run) -> None:
-    for attempt, record in joined.learner:
-        if not isinstance(record, CheckpointSaved):
-            continue
-        step = joined.known.get(Version(record.step, attempt))
-        if step is None or step.weights_digest != record.weights_digest:
-            joined.files.fault(
-                "checkpoint", record.folder, f"holds weights {record.weights_digest}, step {record.step} made others"
-            )
-        for file in record.files:
-            try:
-                check_file(joined.files.paths.root / record.folder / file.name, file.size_bytes, file.digest)
-            except FileNotFoundError:
-                joined.files.fault("checkpoint", f"{record.folder}/{file.name}", "not there")
-            except DigestMismatch as error:
-                joined.files.fault("checkpoint", f"{record.folder}/{file.name}", str(error))
-
-
-def _check_evaluations(joined: _Run) -> None:
-    for _, record in joined._accepted("evaluator-0"):
-        if not isinstance(record, EvaluationPoint):
-            continue
-        step = joined.known.get(record.version)
-        if step is None or step.weights_digest != record.weights_digest:
-            joined.files.fault("evaluation", f"version {tuple(record.version)}", "evaluated weights that no accepted step made")
-
-
-def _check_end(joined: _Run) -> str:
+def _check_end(joined: Joined) -> str:
     """The state, from the supervisor's last word or the orchestrator's; a COMPLETED run has no open group."""
-    closed = [record for _, record in joined._accepted("supervisor-0") if isinstance(record, RunClosed)]
+    closed = [record for _, record in joined.accepted("supervisor-0") if isinstance(record, RunClosed)]
     state = closed[-1].state if closed else ("COMPLETED" if joined.ended is not None else "RUNNING")
     if state != "COMPLETED":
         return state
@@ -446,6 +350,8 @@ def _check_end(joined: _Run) -> str:
     for step in joined.batches:
         if step > trained:
             fault("step_missing", f"step {step}", "batch never trained, though the run is COMPLETED")
+    for step in sorted({0, wanted} - joined.evaluated):
+        fault("evaluation_missing", f"step {step}", "not evaluated, though the run is COMPLETED")
     for writer in SELF_CUTTING[1:]:
         if writer not in joined.files.done:
             fault("completion_record", f"done/{writer}.json", "not there, though the run is COMPLETED")
@@ -456,7 +362,7 @@ def _check_end(joined: _Run) -> str:
     return state
 
 
-def _facts(joined: _Run) -> dict[str, Any]:
+def _facts(joined: Joined) -> dict[str, Any]:
     open_groups = [group for group in joined.groups if group not in joined.ends]
     dropped = Counter(end for ends in joined.ends.values() for end in ends if end.startswith("dropped"))
     return {
@@ -472,7 +378,7 @@ def _facts(joined: _Run) -> dict[str, Any]:
     }
 
 
-def _owners(joined: _Run, open_groups: list[str]) -> dict[str, int]:
+def _owners(joined: Joined, open_groups: list[str]) -> dict[str, int]:
     """Live owners of open groups: the receivers of their newest orders."""
     owner = {order.group_id: order.receiver for order in joined.orders.values()}
     return dict(Counter(owner.get(group, "orchestrator-0") for group in open_groups))

@@ -124,6 +124,9 @@ class Files:
             except json.JSONDecodeError as error:
                 self.fault("lease", path, f"not readable: {error}")
                 continue
+            if not isinstance(lease, dict):
+                self.fault("lease", path, f"not readable: {lease!r}")
+                continue
             if lease.get("run_id") != self.run_id:
                 self.fault("lease", path, f"belongs to run {lease.get('run_id')}")
             found.setdefault(match[1], {})[int(match[2])] = lease
