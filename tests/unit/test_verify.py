@@ -6,6 +6,7 @@ real runs are in tests/e2e.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -92,24 +93,16 @@ def lease_without_an_intent(root: Path) -> None:
     (root / "leases" / "grader-0.a2").write_text(text.replace('"attempt":1', '"attempt":2'))
 
 
-def rows_swapped(root: Path) -> None:
-    """What two trajectories of a shard hold changes places; their names stay. The manifest is made to fit."""
+def row_rewritten(root: Path) -> None:
+    """A trajectory holds other tokens than those that were trained. The manifest is made to fit."""
 
     def edit(records: list[Record]) -> None:
-        trained = next(record for record in of_kind(records, "shard") if len({row["num_tokens"] for row in record["rows"]}) > 1)
-        record, path = trained, root / trained["path"]
+        record = of_kind(records, "shard")[0]
+        path = root / record["path"]
         rows = read_shard(path)
-        first = rows[0]
-        second = next(row for row in rows if len(row.tokens) != len(first.tokens))
-        for name in ("tokens", "loss_mask", "logprobs", "turns", "versions"):
-            mine, yours = getattr(first, name), getattr(second, name)
-            object.__setattr__(first, name, yours)
-            object.__setattr__(second, name, mine)
+        rows[0] = dataclasses.replace(rows[0], tokens=rows[0].tokens[::-1].copy())
         path.write_bytes(encode_shard(rows))
         record["size_bytes"], record["digest"] = path.stat().st_size, digest_file(path)
-        for entry, row in zip(record["rows"], rows, strict=True):
-            entry["versions"] = sorted({(run.step, run.attempt) for run in row.versions})
-            entry["num_tokens"], entry["num_sampled_tokens"] = len(row.tokens), row.num_sampled
 
     forge(root, "rollout-0", edit)
 
@@ -197,7 +190,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (lease_of_somebody_else, "lease"),
     (lease_without_an_intent, "lease"),
     (lease_unreadable, "lease"),
-    (rows_swapped, "batch_shard"),
+    (row_rewritten, "batch_shard"),
     (grades_swapped, "grade"),
     (graders_swapped, "grade"),
     (forged_point(weights_digest="0" * 32), "evaluation"),
