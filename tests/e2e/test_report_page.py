@@ -1,4 +1,4 @@
-"""What a run leaves for people: the report in a real browser (drawn, quiet, no wider than a desk or a telephone), the W&B run."""
+"""What a run leaves for people: the report in a real browser (drawn, quiet, never wider than the screen), and the W&B run."""
 
 from __future__ import annotations
 
