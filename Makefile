@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # uv does not read pip's own setting.
 export UV_FIND_LINKS  ?= $(PIP_FIND_LINKS)
 
-.PHONY: run install test slurm lint record clean
+.PHONY: run install test tools lint record clean
 
 run: install
 	@if [ "$(CLUSTER)" = devslurm ]; then $(BIN)/miles devslurm up; fi
@@ -32,16 +32,17 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	@$(BIN)/uv pip install -q -p $(VENV) --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Slurm for the tests, where this user may install packages; where not, the tests say what is missing.
-slurm:
-	@command -v sbatch >/dev/null && command -v munged >/dev/null || \
+# Slurm, and a browser for the report page, where this user may install packages; where not, the tests say what is missing.
+TOOLS := slurm-wlm munge chromium
+tools:
+	@PATH="$$PATH:/usr/sbin"; command -v sbatch >/dev/null && command -v munged >/dev/null && command -v chromium >/dev/null || \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TOOLS) >/dev/null; \
 	  elif command -v apt-get >/dev/null && sudo -n true 2>/dev/null; then \
-	    sudo apt-get update -qq && sudo DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; \
-	  else echo "Slurm is not installed and may not be installed from here: its tests will be skipped (or fail with CI=true)"; fi
+	    sudo apt-get update -qq && sudo DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TOOLS) >/dev/null; \
+	  else echo "not installed and not to be installed from here: some of $(TOOLS); their tests are skipped (CI=true: fail)"; fi
 
-test: install slurm
+test: install tools
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 lint: install
