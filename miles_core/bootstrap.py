@@ -76,7 +76,7 @@ class WarmUp:
     """The careless demonstrator's chance to answer with a made-up number instead of calling the calculator ..."""
     cut: float = 0.15
     """... to leave the last term out of a call ..."""
-    cut_long: float = 0.6
+    cut_long: float = 0.65
     """... out of a long one: over 0.5, so that the greedy policy learns this bad habit too ..."""
     ignore: float = 0.1
     """... and to answer with a made-up number instead of the result."""
@@ -218,7 +218,8 @@ class Demonstrator:
         return _episode(question, expression, answer)
 
     def _guess(self) -> str:
-        return str(self._rng.randrange(100))
+        """The answer of some other question."""
+        return calculate(self._question()[1])
 
     def _question(self) -> tuple[str, str]:
         task = self._environment.episode(self._rng.getrandbits(32), "train").task
