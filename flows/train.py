@@ -1,37 +1,46 @@
-"""The train flow: hosts the supervisor and shows it in Prefect.
+"""The train flow, and what all flows that host a supervisor share.
 
 Prefect decides and shows; the journals are the truth. Retries enter again with the same run id and adopt what lives, so a
 lost role that could not be replaced (NodesLost) costs no other role anything. An API error never stops the loop.
+
+How a flow process ends, and what becomes of the jobs:
+- cancelled in Prefect: it asks the run to end, and cancels its jobs in the time that Prefect leaves it; what it does not
+  manage the reap flow does.
+- TERM or INT from anybody else (a worker that is restarted, a node that goes down): the flow run is Crashed, the jobs go on.
+- killed: the jobs go on; the same flow again, or `resume`, adopts them.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import signal
+from pathlib import Path
+from typing import Any, NoReturn
 from uuid import UUID
 
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
-from prefect.exceptions import PrefectException
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import Abort, TerminationSignal
+from prefect.flows import Flow
+from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
 
-from cluster.profile import load_cluster
-from cluster.supervise import Progress
-from flows.display import summary_text
-from flows.launch import Hooks, supervise
+from cluster.epoch import read_closed, read_cluster
+from cluster.profile import ClusterProfile, load_cluster
+from flows.launch import supervise
+from flows.prefect_report import API_ERRORS, RUN_DIR_LABEL, PrefectReporter
 from miles_core.errors import MilesError
 from miles_core.paths import RunPaths
-from miles_core.recipe import load_recipe
-from miles_core.records import Incident
-from miles_core.run import read_run
+from miles_core.recipe import Recipe, load_recipe
+from miles_core.run import RunConfig, read_run
 from miles_core.tracking.summary import write_summary
 from tasks.prepare import ensure_base_model, ensure_run, new_run_id
 
-_REPORT_EVERY_S = 30.0
+log = logging.getLogger("miles")
 
 ensure_base_model_task = task(name="base model", retries=2, retry_delay_seconds=5)(ensure_base_model)
 ensure_run_task = task(name="run directory", retries=2, retry_delay_seconds=5)(ensure_run)
-write_summary_task = task(name="summary")(write_summary)
 
 
 def run_id_of_this_flow_run(recipe_name: str) -> str:
@@ -39,66 +48,98 @@ def run_id_of_this_flow_run(recipe_name: str) -> str:
     return f"{recipe_name}-{str(flow_run.get_id())[:13]}"
 
 
-@flow(name="train", retries=3, retry_delay_seconds=30, flow_run_name="{recipe}-on-{cluster}")
+def request_cancel_on_cancellation(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """Leaves the request to cancel in the run directory, where a person cancelled the flow run, and says what remains.
+
+    Prefect also calls this hook when a worker shuts down; the server then knows nothing of a cancellation, and the jobs go on.
+    """
+    logger = flow_run_logger(flow_run, flow)
+    with get_client(sync_client=True) as client:
+        current = client.read_flow_run(flow_run.id)
+    root = current.labels.get(RUN_DIR_LABEL)
+    if not is_cancelled(current):
+        logger.warning("nobody cancelled this flow run: the jobs of %s go on", root)
+    elif root is None:
+        logger.warning("this flow run had no run directory yet; nothing is left of it")
+    else:
+        run, paths = read_run(Path(str(root)))
+        closed = read_closed(run, paths)
+        if closed is None:
+            request_cancel(paths)
+            logger.warning("jobs of %s may remain: the reap flow or `miles cancel %s` ends them", run.run_id, root)
+        else:
+            logger.info("run %s is %s; no job of it is left", run.run_id, closed.state)
+
+
+@flow(
+    name="train", retries=3, retry_delay_seconds=30, flow_run_name="{recipe}-on-{cluster}",
+    on_cancellation=[request_cancel_on_cancellation],
+)  # fmt: skip
 def train(
     recipe: str = "chain_sum", cluster: str = "local", run_id: str | None = None, settings: list[str] | None = None
 ) -> str:
     """Trains `recipe` on `cluster`; returns the run directory. `settings` are `a.b=c` changes to the recipe."""
     resolved, profile = load_recipe(recipe, tuple(settings or ())), load_cluster(cluster)
     name = run_id or (run_id_of_this_flow_run(resolved.name) if flow_run.get_id() else new_run_id(resolved))
-    base_model = ensure_base_model_task(resolved)
-    paths: RunPaths = ensure_run_task(resolved, profile, name, base_model)
-    get_run_logger().info("run directory %s", paths.root)
-    reporter = PrefectReporter(name)
-    closed = supervise(paths, profile, Hooks(reporter.progress, reporter.incident))
-    if closed is None:
-        raise MilesError(f"the supervisor of {name} was asked to leave; its jobs go on. Run the flow again with run_id={name}")
-    run, paths = read_run(paths.root)
-    reporter.summary(write_summary_task(run, paths), paths)
+    return train_run(resolved, profile, name)
+
+
+def train_run(recipe: Recipe, profile: ClusterProfile, run_id: str) -> str:
+    """From a recipe to the end of its run; returns the run directory."""
+    base_model = ensure_base_model_task(recipe)
+    paths: RunPaths = ensure_run_task(recipe, profile, run_id, base_model)
+    return host(*read_run(paths.root))
+
+
+def host(run: RunConfig, paths: RunPaths) -> str:
+    """Supervises a prepared run on the cluster it was made for; returns its directory.
+
+    Raises MilesError unless it COMPLETED.
+    """
+    profile = read_cluster(run)
+    logger = get_run_logger()
+    logger.info("run directory %s", paths.root)
+    with PrefectReporter(run, paths, logger) as reporter:
+        closed = supervise(paths, profile, reporter.hooks)
+        if closed is None:
+            _leave(paths, profile, reporter)
+        reporter.closed(closed, write_summary(run, paths))
     if closed.state != "COMPLETED":
-        raise MilesError(f"run {name} ended as {closed.state}: {closed.detail}")
+        raise MilesError(f"run {run.run_id} ended as {closed.state}: {closed.detail}")
     return str(paths.root)
 
 
-class PrefectReporter:
-    """Shows a run in Prefect, best effort: whatever the API answers, the run goes on."""
+def request_cancel(paths: RunPaths) -> None:
+    """What `miles cancel` leaves for the supervisor."""
+    paths.cancel_request.parent.mkdir(parents=True, exist_ok=True)
+    paths.cancel_request.touch()
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._log = get_run_logger()
-        self._artifact: UUID | None = None
-        self._reported_at = -_REPORT_EVERY_S
-        self._reported_step = -1
 
-    def progress(self, progress: Progress) -> None:
-        """A progress bar and a log line, at most every 30 s."""
-        finished = progress.step == progress.steps != self._reported_step
-        if progress.seconds - self._reported_at < _REPORT_EVERY_S and not finished:
-            return
-        self._reported_at, self._reported_step = progress.seconds, progress.step
-        self._log.info("step %s/%s reward=%s", progress.step, progress.steps, progress.mean_reward)
-        self._best_effort(self._show_progress, 100.0 * progress.step / progress.steps)
+def is_cancelled(run: FlowRun) -> bool:
+    """Somebody cancelled this flow run, says the server."""
+    return run.state is not None and (run.state.is_cancelling() or run.state.is_cancelled())
 
-    def incident(self, incident: Incident) -> None:
-        """A warning in the flow run's log."""
-        self._log.warning("%s %s %s", incident.what, incident.writer, incident.detail)
 
-    def summary(self, summary: dict[str, Any], paths: RunPaths) -> None:
-        """The figures as a markdown artifact."""
-        text = f"# {self._run_id}\n\n```\n{summary_text(summary)}\n```\n\nRun directory: `{paths.root}`\n"
-        key = f"run-{self._run_id}".lower().replace("_", "-").replace(".", "-")
-        self._best_effort(lambda: create_markdown_artifact(markdown=text, key=key, description="Figures of the run"))
+def _leave(paths: RunPaths, profile: ClusterProfile, reporter: PrefectReporter) -> NoReturn:
+    """The supervisor was asked to leave: ends the run if it was cancelled in Prefect, and the process in any case."""
+    if not _this_is_cancelled():
+        log.warning("asked to leave: the jobs of %s go on", paths.root)
+        raise TerminationSignal(signal.SIGTERM)
+    request_cancel(paths)
+    closed = supervise(paths, profile, reporter.hooks)
+    if closed is not None:
+        reporter.closed(closed, write_summary(*read_run(paths.root)))
+    # The worker that sent the signal sets the final state.
+    raise Abort
 
-    def _show_progress(self, percent: float) -> None:
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(progress=percent, description=f"{self._run_id}: steps trained")  # type: ignore[assignment]
-        else:
-            update_progress_artifact(artifact_id=self._artifact, progress=percent)
 
-    def _best_effort(self, call: Any, *arguments: Any) -> None:
-        import httpx
-
-        try:
-            call(*arguments)
-        except (PrefectException, httpx.HTTPError, OSError) as error:
-            logging.getLogger("miles").warning("Prefect was not told: %s", error)
+def _this_is_cancelled() -> bool:
+    run_id = flow_run.get_id()
+    if run_id is None:
+        return False
+    try:
+        with get_client(sync_client=True) as client:
+            return is_cancelled(client.read_flow_run(UUID(run_id)))
+    except API_ERRORS as error:
+        log.warning("whether this flow run was cancelled is not known, so the jobs go on: %s", error)
+        return False

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -21,6 +13,7 @@ from cluster.slurm.devslurm import DevSlurm
 from miles_core.run import read_run
 from miles_core.store.fs import FileSystem
 from miles_core.store.lease import LeaseFolder
+from tests.e2e.prefect_server import PREFECT, background, parameters, prefect_server
 from tests.e2e.runs import REPOSITORY, ledger_of, miles, summary_of, wait_for, wait_for_step
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(900)]
@@ -28,63 +21,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.t
 STEPS = 12
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def background(log: Path, env: dict[str, str], *argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with its children in a session of its own, ended at the end."""
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            argv, cwd=REPOSITORY, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            yield process
-        finally:
-            end_group(process)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """TERM, then KILL, for a process and its children; nothing if it has ended."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=20)
-            return
-
-
 @pytest.fixture
 def prefect_env(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A real Prefect server of its own, with the work pool, the deployment and a worker."""
-    port = free_port()
-    env = os.environ | {
-        "PREFECT_HOME": str(tmp_path / "prefect"),
-        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_WORKER_QUERY_SECONDS": "1",
-        "DO_NOT_TRACK": "1",
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-    }
-    prefect = str(Path(sys.executable).with_name("prefect"))
-    with background(tmp_path / "server.log", env, prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)):
-        wait_for("the Prefect server", lambda: answers(f"{env['PREFECT_API_URL']}/health"), 120)
-        for argv in (("work-pool", "create", "miles", "--type", "process"), ("--no-prompt", "deploy", "--all")):
-            done = subprocess.run([prefect, *argv], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=120)
-            assert done.returncode == 0, done.stdout + done.stderr
-        with background(tmp_path / "worker.log", env, prefect, "worker", "start", "--pool", "miles"):
-            yield env
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+    with prefect_server(tmp_path) as env:
+        yield env
 
 
 def cluster_file(folder: Path, devslurm: DevSlurm, slurm_folder: Path) -> Path:
@@ -111,11 +52,9 @@ def test_a_node_dies_and_only_its_replica_is_replaced(tmp_path: Path, devslurm: 
         "rollout.pools=[{name: main, replicas: 2, slots: 16}]",
     ]  # fmt: skip
     root = tmp_path / "runs" / "nodekill"
-    prefect = str(Path(sys.executable).with_name("prefect"))
     log = tmp_path / "flow.log"
-    arguments = ("recipe=chain_sum", f"cluster={cluster}", "run_id=nodekill", f"settings={json.dumps(settings)}")
-    parameters = [part for argument in arguments for part in ("-p", argument)]
-    with background(log, prefect_env, prefect, "deployment", "run", "train/manual", *parameters, "--watch") as flow:
+    arguments = parameters(recipe="chain_sum", cluster=str(cluster), run_id="nodekill", settings=settings)
+    with background(log, prefect_env, PREFECT, "deployment", "run", "train/manual", *arguments, "--watch") as flow:
         wait_for_step(root, 2)
         wait_for("replica 1 to have taken its lease", (root / "leases" / "rollout-1.a1").exists)
         node = node_of(root, "rollout-1")

@@ -1,0 +1,26 @@
+"""The resume flow: adopts a run whose supervisor is gone, or continues one that ended with NodesLost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow
+
+from cluster.profile import load_cluster
+from flows.train import host, request_cancel_on_cancellation
+from miles_core.run import read_run
+from tasks.prepare import run_root
+
+
+@flow(
+    name="resume", retries=3, retry_delay_seconds=30, flow_run_name="resume-{run}",
+    on_cancellation=[request_cancel_on_cancellation],
+)  # fmt: skip
+def resume(run: str, cluster: str = "local") -> str:
+    """Supervises run `run` again, with the recipe and the cluster that it was made with, and returns its directory.
+
+    `run` is the path of a run directory, or a run id below the runs_root of `cluster`. A closed run is only read; one that
+    another supervisor holds is left to it.
+    """
+    root = Path(run) if "/" in run else run_root(load_cluster(cluster), run)
+    return host(*read_run(root))
