@@ -137,7 +137,7 @@ class LearnerSpec(Closed):
     lr: float = Field(default=3e-4, ge=0)
     """AdamW learning rate after the ramp."""
     ramp_steps: int = Field(default=3, ge=0)
-    """Optimizer steps of linear warm-up."""
+    """Training steps of linear warm-up."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW beta1."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -158,7 +158,7 @@ class LearnerSpec(Closed):
     """Trajectories per forward pass."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO stage."""
 
 
