@@ -159,7 +159,7 @@ class LearnerSpec(Closed):
     checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
     zero_stage: Literal[1, 2, 3] = 1
-    """DeepSpeed ZeRO stage."""
+    """DeepSpeed ZeRO stage; without one, it neither sums bfloat16 gradients in float32 nor reports the gradient norm."""
 
 
 class PolicySpec(Closed):

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from miles_core.errors import MilesError, RecipeError
+from miles_core.errors import MilesError
 from miles_core.learner.batching import Indexes, Microbatch, context_length, contexts, microbatches, split_groups, with_signal
 from miles_core.learner.objective import PolicyLoss, mismatch_metrics, ppo_clip_loss
 from miles_core.recipe import LearnerSpec
@@ -215,11 +215,6 @@ def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: str) -> Any:
-    if spec.zero_stage == 0:
-        raise RecipeError(
-            "learner.zero_stage=0: without ZeRO, DeepSpeed neither sums bfloat16 gradients in float32 nor reports the norm of "
-            "the gradient; set learner.zero_stage: 1"
-        )
     _join_process_group(device)
     import deepspeed
     from transformers import AutoModelForCausalLM
