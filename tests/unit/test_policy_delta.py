@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from miles_core.policy.tensors import RawTensor, read_safetensors, safetensors_h
 from miles_core.recipe import PolicySpec
 from miles_core.records import Published, Version
 from miles_core.store.fs import FileSystem
+from miles_core.store.publish import digest_bytes
 
 RUN = "run-a"
 PROBE = Probe(prompts=((1, 2),), logprobs=((-1.0,),), dtype="float32", tolerance=1e-3)
@@ -569,3 +572,52 @@ def test_what_is_retained_is_enough_for_every_retained_version(tmp_path):
 
 def test_raw_tensors_know_their_width():
     assert [RawTensor(name, (), np.zeros(0, np.uint8)).width for name in ("bfloat16", "float32", "bool")] == [2, 4, 1]
+
+
+# --- forged manifests, whose own digest is right
+
+
+def forge(fleet: Fleet, published: Published, change: Callable[[dict[str, Any]], None]) -> Published:
+    """Changes a manifest and announces it."""
+    path = fleet.folder(published) / MANIFEST_NAME
+    content = json.loads(path.read_bytes())
+    change(content)
+    path.write_text(json.dumps(content))
+    return published.model_copy(update={"manifest_digest": digest_bytes(path.read_bytes())})
+
+
+def test_a_delta_that_says_it_applies_to_other_weights_is_refused(fleet):
+    def change(content: dict[str, Any]) -> None:
+        content["base"]["weights_digest"] = "0" * 32
+
+    with pytest.raises(DigestMismatch, match="applies to weights 0000"):
+        fleet.copy().reach(forge(fleet, chain_of(fleet, 2)[1][0], change))
+
+
+def test_a_delta_that_leaves_out_a_change_is_refused(fleet):
+    def change(content: dict[str, Any]) -> None:
+        del content["changes"][1:]
+        content["files"][0].update(size_bytes=len(kept), digest=digest_bytes(kept))
+
+    published = chain_of(fleet, 2)[1][0]
+    path = fleet.folder(published) / DELTA_NAME
+    kept = path.read_bytes()[: fleet.manifest(published).changes[0].size_bytes]
+    path.write_bytes(kept)
+    with pytest.raises(DigestMismatch, match="does not lead to its own tensors"):
+        fleet.copy().reach(forge(fleet, published, change))
+
+
+def test_a_delta_from_another_old_tensor_is_refused_by_name(fleet):
+    def change(content: dict[str, Any]) -> None:
+        content["changes"][1]["old_digest"] = "0" * 32
+
+    with pytest.raises(DigestMismatch, match=r"b\.fp32 is neither the old nor the new"):
+        fleet.copy().reach(forge(fleet, chain_of(fleet, 2)[1][0], change))
+
+
+def test_a_delta_to_another_tensor_than_it_says_is_refused_by_name(fleet):
+    def change(content: dict[str, Any]) -> None:
+        content["changes"][1]["new_digest"] = content["tensors"][1]["digest"] = "0" * 32
+
+    with pytest.raises(DigestMismatch, match=r"b\.fp32 became .*, announced 0000"):
+        fleet.copy().reach(forge(fleet, chain_of(fleet, 2)[1][0], change))
