@@ -92,4 +92,4 @@ def load_cluster(name: str) -> ClusterProfile:
     try:
         return ClusterProfile.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise explain(error, f"cluster profile {path}") from error
+        raise explain(error, f"cluster profile {path}", keys_in="cluster/profile.py") from error

@@ -121,6 +121,19 @@ def _slurm(profile: ClusterProfile, root: Path) -> Finding:
         return Finding("slurm", "bad", str(error))
     if not snapshot.ok:
         return Finding("slurm", "bad", snapshot.error, "is slurmctld up, and SLURM_CONF right? try `sinfo`")
-    version = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+    version = _slurm_version(profile)
     nodes = "" if snapshot.usable_nodes is None else f", {snapshot.usable_nodes} usable nodes"
     return Finding("slurm", "good", f"{version}{nodes}")
+
+
+def _slurm_version(profile: ClusterProfile) -> str:
+    """As sbatch says it; it reads the cluster's configuration even for that."""
+    env = dict(os.environ)
+    if profile.slurm.devslurm is not None:
+        env["SLURM_CONF"] = str(Path(profile.slurm.devslurm).expanduser() / "slurm.conf")
+    command = ["sbatch", "--version"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=env)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"version not known ({error})"
+    return done.stdout.strip() or "version not known"

@@ -264,13 +264,13 @@ class Timing(Closed):
         return self
 
 
-def explain(error: ValidationError, where: str) -> RecipeError:
-    """Turns pydantic's findings into one message: key, value, fix."""
+def explain(error: ValidationError, where: str, *, keys_in: str = "miles_core/recipe.py") -> RecipeError:
+    """Turns pydantic's findings into one message: key, value, fix. `keys_in`: the file that documents the keys."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"]) or "(whole file)"
         if item["type"] == "extra_forbidden":
-            lines.append(f"{key}: no such key; see docs/recipes.md or `miles recipes` for the keys there are")
+            lines.append(f"{key}: no such key; {keys_in} has the keys there are, each with its meaning")
         else:
             shown = "" if isinstance(item.get("input"), dict) else f" (got {item.get('input')!r})"
             lines.append(f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}")

@@ -1,6 +1,6 @@
 """What a run directory says, read for people: no act depends on it, so it looks at every stream as far as it is visible.
 
-For proof there is miles_core/verify.py; this is for `status` and reports.
+For proof there is miles_core/verify; this is for `status` and reports.
 """
 
 from __future__ import annotations
