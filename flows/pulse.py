@@ -45,12 +45,13 @@ class Pulse:
         self._leases = LeaseFolder(fs, paths.leases, run.run_id, clock)
         self._judge = LivenessJudge(fs, paths.heartbeats, run.timing.lease_s, clock)
         self._first: dict[tuple[str, int], int] = {}
+        self._kinds: dict[tuple[str, int], str] = {}
         self.verdict: Verdict = "unknown"
         self.moving = ""
         """The writer whose heartbeat moves."""
 
     def observe(self) -> Verdict:
-        """One look; call it several times in lease_s / 3. silent: no change for lease_s, or nobody ever held a lease."""
+        """One look; call it several times in lease_s / 3. silent: no change for lease_s, a tombstone, or no lease."""
         try:
             self._leases.refresh()
         except FileNotFoundError:
@@ -73,12 +74,23 @@ class Pulse:
 
     def _look(self, writer: str) -> Verdict:
         attempt = self._leases.newest(writer)
+        if self._has_left(writer, attempt):
+            return "silent"
         is_dead = self._judge.observe(writer, attempt) == "dead"
         heartbeat = self._judge.heartbeat(writer, attempt)
         if heartbeat is not None and heartbeat.counter > self._first.setdefault((writer, attempt), heartbeat.counter):
             self.moving = writer
             return "moving"
         return "silent" if is_dead else "unknown"
+
+    def _has_left(self, writer: str, attempt: int) -> bool:
+        """A tombstone: there is nobody to watch."""
+        if (writer, attempt) not in self._kinds:
+            try:
+                self._kinds[writer, attempt] = self._leases.read(writer, attempt).kind
+            except OSError:
+                return False
+        return self._kinds[writer, attempt] == "tombstone"
 
 
 def watch(
@@ -97,4 +109,4 @@ def watch(
         waiting = [pulse for pulse in pulses if pulse.observe() == "unknown"]
         if not waiting or clock() > until or (until_first and any(pulse.verdict == "moving" for pulse in pulses)):
             return
-        sleep(min(lease_s) / 10)
+        sleep(min(1.0, min(lease_s) / 10))

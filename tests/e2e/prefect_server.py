@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import httpx
 
 from tests.e2e.runs import REPOSITORY, wait_for
 
+UNUSED_SERVICES = ("FOREMAN", "LATE_RUNS", "PAUSE_EXPIRATIONS", "TASK_RUN_RECORDER", "TRIGGERS")
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 
 
@@ -50,10 +52,21 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def prefect_server(folder: Path, **extra: str) -> Iterator[dict[str, str]]:
-    """Server, pool, deployments and worker; gives the environment that finds them. Logs are in `folder`."""
+    """Server, pool, deployments and worker; gives the environment that finds them. Logs are in `folder`.
+
+    Its SQLite is in memory where it can be: on a busy disk it answers "database is locked" for minutes.
+    """
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="prefect-", dir=memory if os.access(memory, os.W_OK) else folder) as home:
+        with _server(folder, Path(home), extra) as env:
+            yield env
+
+
+@contextlib.contextmanager
+def _server(folder: Path, home: Path, extra: dict[str, str]) -> Iterator[dict[str, str]]:
     port = free_port()
-    env = os.environ | {
-        "PREFECT_HOME": str(folder / "prefect"),
+    env = os.environ | {f"PREFECT_API_SERVICES_{name}_ENABLED": "false" for name in UNUSED_SERVICES} | {
+        "PREFECT_HOME": str(home),
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_WORKER_QUERY_SECONDS": "1",

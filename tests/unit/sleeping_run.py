@@ -51,9 +51,14 @@ class SleepingRun:
         return LocalScheduler(self.paths.root).submit(make_job_spec(self.run, self.paths, self.profile, writer, attempt))
 
     def live_jobs(self) -> set[tuple[str, int]]:
-        """(writer, attempt) of processes that live."""
+        """(writer, attempt) of jobs that have not ended."""
         jobs = LocalScheduler(self.paths.root).snapshot(self.run.run_id).jobs
         return {(job.writer, job.attempt) for job in jobs if job.phase is not Phase.ENDED}
+
+    def running_jobs(self) -> set[tuple[str, int]]:
+        """(writer, attempt) of jobs that have a process."""
+        jobs = LocalScheduler(self.paths.root).snapshot(self.run.run_id).jobs
+        return {(job.writer, job.attempt) for job in jobs if job.phase is Phase.RUNNING}
 
     def take(self, writer: str = WRITER, attempt: int = 1) -> None:
         """A lease, whose holder never renews anything."""

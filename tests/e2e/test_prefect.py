@@ -1,0 +1,192 @@
+"""The deployments of prefect.yaml against a real Prefect server: nightly, resume, cancel, reap, and a server that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from cluster.epoch import read_closed
+from cluster.local.scheduler import LocalScheduler
+from miles_core.run import all_writers
+from tests.e2e.prefect_server import prefect, prefect_server
+from tests.e2e.runs import REPOSITORY, SHORT, wait_for
+from tests.unit.sleeping_run import SleepingRun
+
+pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(600)]
+
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+class Site:
+    """Server, worker and a folder of runs that all tests of this module share."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self.folder, self.env, self.runs = folder, env, folder / "runs"
+        self.cluster = folder / "cluster.yaml"
+        profile = yaml.safe_load((REPOSITORY / "configs/clusters/local.yaml").read_text())
+        self.cluster.write_text(yaml.safe_dump(profile | {"runs_root": str(self.runs)}))
+
+    def start(self, deployment: str, *, env: dict[str, str] | None = None, **values: object) -> str:
+        """Starts a deployment, its process with `env`; the id of its flow run."""
+        found = self.ask(f"deployments/name/{deployment}", None)
+        query = {"parameters": values, "job_variables": {"env": env or {}}, "state": {"type": "SCHEDULED"}}
+        return str(self.ask(f"deployments/{found['id']}/create_flow_run", query)["id"])
+
+    def flow_run(self, flow_run_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.ask(f"flow_runs/{flow_run_id}", None)
+        return found
+
+    def ended(self, flow_run_id: str, deadline_s: float = 120) -> dict[str, Any]:
+        """The flow run once it has ended."""
+        try:
+            wait_for(f"{flow_run_id} to end", lambda: self.flow_run(flow_run_id)["state_type"] in FINAL, deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{(self.folder / 'worker.log').read_text()[-6000:]}") from error
+        return self.flow_run(flow_run_id)
+
+    def ask(self, path: str, query: dict[str, Any] | None) -> Any:
+        """GET, or POST with a query; again while the server's database is busy, as Prefect's own client does."""
+        method, url = "GET" if query is None else "POST", f"{self.env['PREFECT_API_URL']}/{path}"
+        answers: list[httpx.Response] = []
+
+        def is_answered() -> bool:
+            answers.append(httpx.request(method, url, json=query, timeout=30))
+            return answers[-1].status_code != 503
+
+        wait_for(f"an answer of {url}", is_answered, 60)
+        answers[-1].raise_for_status()
+        return answers[-1].json()
+
+    def events_of(self, run_id: str) -> set[str]:
+        """Names of a run's events."""
+        query = {"filter": {"resource": {"id": [f"miles.run.{run_id}"]}}, "limit": 50}
+        return {event["event"] for event in self.ask("events/filter", query)["events"]}
+
+    def artifacts(self, key: str) -> list[dict[str, Any]]:
+        """All artifacts of one key."""
+        found: list[dict[str, Any]] = self.ask("artifacts/filter", {"artifacts": {"key": {"any_": [key]}}})
+        return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("prefect")
+    with prefect_server(folder) as env:
+        yield Site(folder, env)
+
+
+class Line:
+    """A TCP line to the server that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._is_up = True
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """From here on the server is not there."""
+        self._is_up = False
+        for end in self._open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def mend(self) -> None:
+        self._is_up = True
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            if not self._is_up:
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._target))
+            self._open += [client, server]
+            for source, target in ((client, server), (server, client)):
+                threading.Thread(target=_copy, args=(source, target), daemon=True).start()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_second_nightly_skips_itself_while_the_first_is_live(site: Site) -> None:
+    values = {"recipe": "chain_sum", "cluster": str(site.cluster), "settings": ["steps=3", *SHORT[1:]]}
+    first = site.start("nightly/nightly", **values)
+    wait_for("the first nightly's supervisor", lambda: list(site.runs.glob("chain_sum-*/leases/supervisor-0.a1")), 120)
+    second = site.ended(site.start("nightly/nightly", **values))
+    assert (second["state_type"], second["state_name"]) == ("COMPLETED", "Skipped"), second["state"]
+    assert "lives" in second["state"]["message"]
+    done = site.ended(first, 240)
+    assert done["state_type"] == "COMPLETED", done["state"]
+    (root,) = site.runs.glob("chain_sum-*")
+    assert done["name"] == root.name and f"run:{root.name}" in done["tags"]
+    assert "miles.run_completed" in wait_for("events", lambda: site.events_of(root.name), 30)
+    (summary,) = site.artifacts(f"run-{root.name.replace('_', '-')}")
+    assert str(root / "reports" / "index.html") in summary["data"]
+    jobs = json.loads(site.artifacts(f"run-{root.name.replace('_', '-')}-jobs")[-1]["data"])
+    assert {(row["role"], row["attempt"]) for row in jobs} >= {("learner", 1), ("orchestrator", 1)}
+
+
+def test_a_dead_api_stops_nothing_and_cancel_ends_the_jobs(site: Site) -> None:
+    sleeping = SleepingRun(site.runs, "held", lease_s=5)
+    line = Line(int(httpx.URL(site.env["PREFECT_API_URL"]).port or 0))
+    env = {"PREFECT_API_URL": f"http://127.0.0.1:{line.port}/api"}
+    resumed = site.start("resume/resume", env=env, run=str(sleeping.paths.root))
+    everybody = {(writer, 1) for writer in all_writers(sleeping.run.recipe)}
+    wait_for("all roles", lambda: sleeping.running_jobs() == everybody, 60)
+    line.cut()
+    kill_job(sleeping, "rollout-0")
+    wait_for("the replacement", lambda: ("rollout-0", 2) in sleeping.running_jobs(), 60)
+    line.mend()
+    wait_for("the event", lambda: "miles.role_replaced" in site.events_of("held"), 60)
+    prefect(site.env, "flow-run", "cancel", resumed)
+    assert site.ended(resumed)["state_type"] == "CANCELLED"
+    assert not sleeping.live_jobs()
+    closed = read_closed(sleeping.run, sleeping.paths)
+    assert closed is not None and closed.state == "CANCELLED"
+
+
+def kill_job(sleeping: SleepingRun, writer: str) -> None:
+    """kill -9 of a role's process group."""
+    job = next(job for job in LocalScheduler(sleeping.paths.root).snapshot(sleeping.run.run_id).jobs if job.writer == writer)
+    pid = int((sleeping.paths.root / "local_jobs" / f"{job.job_id}.pid").read_text().split()[0])
+    os.killpg(pid, signal.SIGKILL)
+
+
+def test_reap_ends_what_a_dead_run_left_and_nothing_else(site: Site) -> None:
+    dead, live = SleepingRun(site.runs, "dead"), SleepingRun(site.runs, "live", lease_s=5)
+    dead.take()
+    for sleeping in (dead, live):
+        sleeping.start_job()
+        wait_for("the job's process", sleeping.running_jobs, 60)
+    try:
+        with live.beating():
+            values = {"cluster": str(site.cluster), "orphan_s": 0.1}
+            assert site.ended(site.start("reap/reap", dry_run=True, **values))["state_type"] == "COMPLETED"
+            assert dead.live_jobs() == {("learner-0", 1)}
+            assert site.ended(site.start("reap/reap", **values))["state_type"] == "COMPLETED"
+        assert not dead.live_jobs() and live.live_jobs() == {("learner-0", 1)}
+    finally:
+        for sleeping in (dead, live):
+            for _ in sleeping.live_jobs():
+                kill_job(sleeping, "learner-0")
