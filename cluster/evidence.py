@@ -7,7 +7,8 @@ this tick and nothing else; what is known stays known. It is logged when it begi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -96,7 +97,9 @@ class RoleRecord:
 class Seen:
     """The liveness table, and when it last changed by the supervisor's clock."""
 
-    table: LivenessTable
+    key: tuple[int, int]
+    entries: Mapping[tuple[str, int], LivenessEntry]
+    """By writer and attempt."""
     changed_at_s: float
     is_fresh: bool
     """It changed since this epoch began: whoever writes it lives."""
@@ -124,6 +127,8 @@ class Evidence:
         self._judge = LivenessJudge(context.fs, context.paths.heartbeats, context.timing.lease_s, context.clock)
         self._seen: Seen | None = None
         self._down: set[str] = set()
+        self._jobs: dict[str, list[JobView]] = {}
+        self._ended_at: dict[str, float] = {}
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
@@ -144,9 +149,9 @@ class Evidence:
         self.troubles.attempt("leases", self.context.leases.refresh)
         self.troubles.attempt("liveness table", self._read_table)
         self.look_for_cancel()
-        orchestrator = self.context.leases.newest("orchestrator-0")
-        if orchestrator:
-            self._judge.observe("orchestrator-0", orchestrator)
+        for writer in filter(needed_for_the_end, self.roles):
+            if (newest := self.context.leases.newest(writer)) > 0:
+                self._judge.observe(writer, newest)
 
     def look_for_cancel(self) -> None:
         """A request once seen stays seen."""
@@ -161,6 +166,11 @@ class Evidence:
             job for job in snapshot.jobs if job.writer in self.roles and job.token == token_of(run, job.writer, job.attempt)
         )
         self.snapshot = Snapshot(snapshot.ok, ours, snapshot.error, snapshot.down_nodes, snapshot.usable_nodes)
+        self._jobs = defaultdict(list)
+        for job in ours:
+            self._jobs[job.writer].append(job)
+            if job.phase is Phase.ENDED:
+                self._ended_at.setdefault(job.job_id, self.context.clock())
         if snapshot.ok:
             self.unreachable_since_s = None
         elif self.unreachable_since_s is None:
@@ -191,19 +201,18 @@ class Evidence:
             table = LivenessTable.model_validate_json(self.context.fs.read(self.context.paths.liveness_table))
         except FileNotFoundError:
             return
-        seen, now = self._seen, self.context.clock()
-        if seen is None:
-            # It may be as old as the last supervisor: nothing is believed of it before it changes.
-            self._seen = Seen(table, now, is_fresh=False)
-        elif (table.attempt, table.counter) != (seen.table.attempt, seen.table.counter):
-            self._seen = Seen(table, now, is_fresh=True)
+        key = (table.attempt, table.counter)
+        if self._seen is None or key != self._seen.key:
+            entries = {(entry.writer, entry.attempt): entry for entry in table.entries}
+            # The first one may be as old as the last supervisor: nothing is believed of it before it changes.
+            self._seen = Seen(key, entries, self.context.clock(), is_fresh=self._seen is not None)
 
     # --- conclusions -------------------------------------------------------------------------------------------------
 
     def jobs_of(self, writer: str) -> tuple[JobView, ...]:
         """Jobs of the newest attempt."""
         attempt = self.roles[writer].attempt
-        return tuple(job for job in self.snapshot.jobs if job.writer == writer and job.attempt == attempt)
+        return tuple(job for job in self._jobs.get(writer, ()) if job.attempt == attempt)
 
     def live_jobs(self) -> tuple[str, ...]:
         """Ids of all jobs that have not ended, of whatever attempt."""
@@ -222,8 +231,7 @@ class Evidence:
         seen, attempt = self._seen, self.roles[writer].attempt
         if seen is None or not seen.is_fresh or self.context.clock() - seen.changed_at_s > self.context.timing.lease_s:
             return None
-        found = (entry for entry in seen.table.entries if entry.writer == writer and entry.attempt == attempt)
-        return next(found, None)
+        return seen.entries.get((writer, attempt))
 
     def state_of(self, writer: str) -> str:
         """What the newest attempt says of itself; empty if nothing is known."""
@@ -234,7 +242,9 @@ class Evidence:
         return "" if entry is None else entry.state
 
     def _liveness_of(self, writer: str) -> Liveness:
-        if writer == "orchestrator-0":
+        """The few roles that a run cannot end without are judged here, so that they are judged when the orchestrator is gone, too;
+        the many by the orchestrator's table (I4)."""
+        if needed_for_the_end(writer):
             return self._judge.last_verdict((writer, self.roles[writer].attempt))
         entry = self.entry_of(writer)
         return "unknown" if entry is None else entry.verdict
@@ -258,12 +268,15 @@ class Evidence:
             ),
             needs_rollback=learner.detail if learner is not None and learner.outcome == "needs_rollback" else "",
             ended_for_s=-1.0 if self.ended_at_s is None else now - self.ended_at_s,
-            drain_s=drain_s, max_failures=max_failures,
+            drain_s=drain_s, max_failures=max_failures, visibility_s=self.context.timing.visibility_s,
         )  # fmt: skip
 
     def _view(self, record: RoleRecord) -> RoleView:
+        jobs = self.jobs_of(record.writer)
+        ended_at = self._ended_at.get(jobs[-1].job_id) if jobs else None
         return RoleView(
-            writer=record.writer, attempt=record.attempt, submitted=record.submitted, jobs=self.jobs_of(record.writer),
+            writer=record.writer, attempt=record.attempt, submitted=record.submitted, jobs=jobs,
+            ended_for_s=0.0 if ended_at is None else self.context.clock() - ended_at,
             missing_queries=record.missing_queries, done=record.writer in self.done,
             liveness=self._liveness_of(record.writer), newest_lease=self.context.leases.newest(record.writer),
             failures=record.failures, last_end=record.last_end, last_refusal=record.last_refusal,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
@@ -257,6 +258,16 @@ def test_a_hung_job_is_replaced_and_cancelled(site: Site) -> None:
     assert site.jobs("rollout-1")[-1].flags["exclude"] == hung.nodes[0]
 
 
+@pytest.mark.parametrize("writer", ["learner-0", "evaluator-0"])
+def test_a_role_that_hangs_after_the_orchestrator_is_done_is_replaced_all_the_same(site: Site, writer: str) -> None:
+    """Nobody publishes a liveness table any more, and the run does not end without that role."""
+    site.start_all()
+    site.finish("orchestrator-0")
+    site.silent |= {("orchestrator-0", 1), (writer, 1)}
+    site.run_until(site.supervisor(), lambda: (writer, 2) in site.running())
+    assert "heartbeat" in site.incidents("role_lost")[0]
+
+
 def test_an_old_liveness_table_kills_nobody(site: Site) -> None:
     """It says `dead`, but its orchestrator is as silent as its supervisor was."""
     site.start_all()
@@ -373,6 +384,45 @@ def test_a_learner_that_cannot_replay_ends_the_run(site: Site) -> None:
     with pytest.raises(NeedsRollback, match="shard x is gone"):
         site.supervisor().run()
     assert site.running() == set()
+
+
+def test_a_completion_record_that_is_seen_late_starts_nobody(site: Site) -> None:
+    site.start_all()
+    for job in site.jobs("learner-0"):
+        site.fake.finish(job.job_id, 0)
+    supervisor = site.supervisor()
+    began = site.clock()
+
+    def show_late() -> None:
+        if site.clock() > began + 2 * site.run.timing.visibility_s - 0.5:
+            site.finish("learner-0")
+        if site.clock() > began + 20:
+            supervisor.context.leave.set()
+
+    site.on_sleep = show_late
+    supervisor.run()
+    assert len(site.jobs("learner-0")) == 1 and site.incidents("role_lost") == []
+
+
+def test_a_tick_over_a_thousand_replicas_is_short(tmp_path: Path) -> None:
+    """Not replicas squared (I16)."""
+    nodes = tuple(f"n{number}" for number in range(1010))
+    site = Site(tmp_path / "run", nodes=nodes, replicas=1000)
+    supervisor = site.supervisor()
+    site.run_until(supervisor, lambda: len(site.running()) == len(site.writers))
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    evidence = supervisor.evidence
+    sys.setprofile(count)
+    try:
+        evidence.world(drain_s=1.0, max_failures=1)
+    finally:
+        sys.setprofile(None)
+    assert calls < 60 * len(site.writers)
 
 
 # --- surviving -------------------------------------------------------------------------------------------------------
