@@ -242,8 +242,8 @@ class Evidence:
         return "" if entry is None else entry.state
 
     def _liveness_of(self, writer: str) -> Liveness:
-        """The few roles that a run cannot end without are judged here, so that they are judged when the orchestrator is gone, too;
-        the many by the orchestrator's table (I4)."""
+        """The few roles that a run cannot end without are judged here, also when the orchestrator is gone; the many by the
+        orchestrator's table (I4)."""
         if needed_for_the_end(writer):
             return self._judge.last_verdict((writer, self.roles[writer].attempt))
         entry = self.entry_of(writer)
