@@ -1,7 +1,8 @@
 """The reconciler's decision: desired roles against observed evidence gives actions. Pure; the loop is cluster/supervise.py.
 
 Rules (design section 6, I13, I14):
-- A role is done when its completion record says so. Scheduler states are evidence; UNKNOWN is no information.
+- A role is done when its completion record says so; that of a job that ended well is waited for 2 x visibility_s. Scheduler
+  states are evidence; UNKNOWN is no information.
 - Nothing is decided about a job from a failed query. A job that the scheduler no longer lists is lost only after several good
   queries without it, and only if its heartbeat is not alive.
 - A refused submission costs a retry like a failure; one that may be taken later (transient) costs none.
@@ -11,6 +12,7 @@ Rules (design section 6, I13, I14):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,6 +38,8 @@ class RoleView:
     """A job id is recorded for that attempt."""
     jobs: tuple[JobView, ...] = ()
     """Jobs of that attempt in the newest good query."""
+    ended_for_s: float = math.inf
+    """Seconds since the newest of those jobs was first seen ended."""
     missing_queries: int = 0
     """Good queries in a row that did not list a submitted attempt."""
     done: bool = False
@@ -69,6 +73,8 @@ class World:
     """Seconds since orchestrator, learner and evaluator were all done; -1 before."""
     drain_s: float = 60.0
     max_failures: int = 3
+    visibility_s: float = 0.0
+    """How late another node's completion record may appear here."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,8 @@ def _reconcile(world: World, view: RoleView) -> list[Action]:
     if live:
         return _replace(world, view, _hung(view), True) if _is_hung(view, live) else _replace_retired(world, view)
     if view.jobs:
+        if view.jobs[-1].cause is Cause.COMPLETED and view.ended_for_s < 2 * world.visibility_s:
+            return []
         return _replace(world, view, _ended(view, view.jobs[-1]), costs_retry(view.jobs[-1]))
     if not view.submitted:
         return _resubmit(world, view)

@@ -16,6 +16,7 @@ from cluster.scheduler import Scheduler
 from cluster.slurm.client import SlurmScheduler
 from cluster.supervise import Progress, Supervisor
 from miles_core.paths import RunPaths
+from miles_core.recipe import Recipe
 from miles_core.records import Cuts, Done, LivenessEntry, LivenessTable, RunClosed, StepDone
 from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig, all_writers
@@ -78,17 +79,22 @@ class FlakyFS(FileSystem):
         super().link(source, target)
 
 
+def recipe_of(replicas: int) -> Recipe:
+    """A small recipe with so many rollout replicas."""
+    return simulated_recipe(rollout__pools=({"name": "main", "replicas": replicas, "slots": 4},))
+
+
 class Site:
     """Everything but the supervisor."""
 
-    def __init__(self, folder: Path, *, nodes: tuple[str, ...] = NODES, **profile: object) -> None:
+    def __init__(self, folder: Path, *, nodes: tuple[str, ...] = NODES, replicas: int = 2, **profile: object) -> None:
         self.clock = ManualClock()
         self.fake = FakeSlurm(self.clock, nodes=nodes)
         self.profile = ClusterProfile.model_validate(
             {"name": "fake", "kind": "slurm", "timing": TIMING, "scheduler_poll_s": 1.0, "drain_s": 10.0, **profile}
         )
         self.run = RunConfig(
-            run_id="supervised", recipe=simulated_recipe(), timing=TIMING, cluster={}, code_digest="", base_model_digest="",
+            run_id="supervised", recipe=recipe_of(replicas), timing=TIMING, cluster={}, code_digest="", base_model_digest="",
             created_s=1.0,
         )  # fmt: skip
         self.paths = RunPaths(folder)

@@ -404,10 +404,10 @@ def test_a_completion_record_that_is_seen_late_starts_nobody(site: Site) -> None
     assert len(site.jobs("learner-0")) == 1 and site.incidents("role_lost") == []
 
 
-def test_a_tick_over_a_thousand_replicas_is_short(tmp_path: Path) -> None:
+def test_a_tick_costs_replicas_not_their_square(tmp_path: Path) -> None:
     """Not replicas squared (I16)."""
-    nodes = tuple(f"n{number}" for number in range(1010))
-    site = Site(tmp_path / "run", nodes=nodes, replicas=1000)
+    nodes = tuple(f"n{number}" for number in range(310))
+    site = Site(tmp_path / "run", nodes=nodes, replicas=300)
     supervisor = site.supervisor()
     site.run_until(supervisor, lambda: len(site.running()) == len(site.writers))
     calls = 0

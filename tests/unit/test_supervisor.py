@@ -122,6 +122,16 @@ def test_the_budget_is_bounded_and_names_the_last_end() -> None:
     assert isinstance(decide(world(replace(view, failures=3), max_failures=3))[0], Start)
 
 
+def test_the_completion_record_of_a_job_that_ended_well_may_be_seen_late() -> None:
+    """On NFS a new name takes its time to another node; a second learner must not start over a first that is done."""
+    ended_well = role("learner-0", jobs=(ended("learner-0", Cause.COMPLETED, exit_code=0),), ended_for_s=119.0)
+    assert decide(world(ended_well, visibility_s=60.0)) == []
+    (lost,) = decide(world(replace(ended_well, ended_for_s=120.0), visibility_s=60.0))
+    assert isinstance(lost, Lost)
+    failed = replace(ended_well, jobs=(ended("learner-0", exit_code=1),), ended_for_s=0.0)
+    assert isinstance(decide(world(failed, visibility_s=60.0))[0], Lost)
+
+
 def test_back_off_delays_a_replacement() -> None:
     view = replace(known_loss(role("learner-0", jobs=(ended("learner-0"),))), waits_until_s=101.0)
     assert decide(world(view)) == []
