@@ -323,6 +323,9 @@ class Supervisor:
         record.waits_until_s = now + _BACKOFF_S[min(max(record.failures, record.losses - 1), len(_BACKOFF_S) - 1)]
         if jobs and _is_suspect(jobs[-1]):
             self._exclusions.add(jobs[-1].nodes, now)
+        if jobs and jobs[-1].cause is Cause.INFRASTRUCTURE:
+            # Slurm may hold a job whose launch failed for an administrator: it shall not start behind its successor.
+            self._cancel(CancelJobs((jobs[-1].job_id,), "lost"))
         self.incident("role_lost", action.writer, action.detail)
         for job in jobs:
             if job.phase is Phase.ENDED and (action.writer, job.job_id) not in self._reported_ends:

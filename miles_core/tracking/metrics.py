@@ -75,6 +75,10 @@ def read_metrics(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(folder.glob("*/a*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():
             try:
-                yield path.parent.name, json.loads(line)
+                point = json.loads(line)
             except json.JSONDecodeError:
+                point = None
+            if isinstance(point, dict) and {"event", "unix_s"} <= point.keys():
+                yield path.parent.name, point
+            else:
                 log.warning("%s: skipped a torn line", path)

@@ -236,6 +236,16 @@ def test_the_exclusion_of_an_intent_survives_a_failed_submission(site: Site) -> 
     assert site.jobs("rollout-0")[-1].flags["exclude"] == node
 
 
+def test_a_job_that_slurm_holds_after_a_failed_launch_is_replaced_and_does_not_stay_in_the_queue(site: Site) -> None:
+    site.start_all()
+    (held,) = site.jobs("grader-0")
+    held.state, held.nodes, held.reason = "PENDING", (), "launch failed requeued held"
+    start = site.fake._try_to_start
+    site.fake._try_to_start = lambda job: None if job is held else start(job)  # type: ignore[method-assign]
+    site.run_until(site.supervisor(), lambda: ("grader-0", 3) in site.running())
+    assert held.state == "CANCELLED"
+
+
 def test_preemption_costs_neither_a_retry_nor_the_node(site: Site) -> None:
     site.start_all()
     site.fake.preempt(site.jobs("learner-0")[0].job_id)
