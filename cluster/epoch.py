@@ -6,9 +6,11 @@ import json
 import logging
 from collections.abc import Callable
 
+from pydantic import ValidationError
+
 from cluster.job_spec import token_of
 from cluster.profile import ClusterProfile
-from miles_core.errors import HeldElsewhere, LeaseLost
+from miles_core.errors import HeldElsewhere, LeaseLost, RunDirectoryError
 from miles_core.paths import RunPaths
 from miles_core.records import RunClosed
 from miles_core.roles.runtime import RoleContext
@@ -83,5 +85,13 @@ def read_closed(run: RunConfig, paths: RunPaths) -> RunClosed | None:
 
 
 def read_cluster(run: RunConfig) -> ClusterProfile:
-    """The cluster profile that a run was made with."""
-    return ClusterProfile.model_validate(json.loads(json.dumps(run.cluster)))
+    """The cluster profile that a run was made with. Raises RunDirectoryError."""
+    try:
+        return ClusterProfile.model_validate(json.loads(json.dumps(run.cluster)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise RunDirectoryError(
+            f"run.json of {run.run_id} holds no cluster profile of this version ({key}: {first['msg']}); use the version of miles "
+            f"that made it: its code is in the run directory"
+        ) from error

@@ -80,6 +80,13 @@ def test_a_run_id_has_one_cluster(tmp_path: Path, model: Path) -> None:
             ensure_run(recipe(), other, "one", model)
 
 
+def test_a_run_of_another_version_is_said(tmp_path: Path, model: Path) -> None:
+    paths = ensure_run(recipe(), profile(tmp_path), "one", model)
+    paths.run_file.write_text(paths.run_file.read_text().replace('"drain_s"', '"patience_s"'))
+    with pytest.raises(RunDirectoryError, match="patience_s"):
+        ensure_run(recipe(), profile(tmp_path), "one", model)
+
+
 def test_a_corrected_profile_of_the_same_cluster_is_taken(tmp_path: Path, model: Path) -> None:
     ensure_run(recipe(), profile(tmp_path), "one", model)
     ensure_run(recipe(), profile(tmp_path, resources={"learner": {"partition": "gpu"}}, role_failures=9), "one", model)
