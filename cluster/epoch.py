@@ -92,6 +92,6 @@ def read_cluster(run: RunConfig) -> ClusterProfile:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise RunDirectoryError(
-            f"run.json of {run.run_id} holds no cluster profile of this version ({key}: {first['msg']}); use the version of miles "
-            f"that made it: its code is in the run directory"
+            f"run.json of {run.run_id} holds no cluster profile of this version ({key}: {first['msg']}); use the version of "
+            f"miles that made it: its code is in the run directory"
         ) from error
