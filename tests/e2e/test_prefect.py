@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,6 @@ import pytest
 import yaml
 
 from cluster.epoch import read_closed
-from cluster.local.scheduler import LocalScheduler
 from miles_core.run import all_writers
 from tests.e2e.prefect_server import prefect, prefect_server
 from tests.e2e.runs import REPOSITORY, SHORT, wait_for
@@ -148,45 +147,41 @@ def test_the_second_nightly_skips_itself_while_the_first_is_live(site: Site) -> 
 
 
 def test_a_dead_api_stops_nothing_and_cancel_ends_the_jobs(site: Site) -> None:
-    sleeping = SleepingRun(site.runs, "held", lease_s=5)
     line = Line(int(httpx.URL(site.env["PREFECT_API_URL"]).port or 0))
     env = {"PREFECT_API_URL": f"http://127.0.0.1:{line.port}/api"}
-    resumed = site.start("resume/resume", env=env, run=str(sleeping.paths.root))
-    everybody = {(writer, 1) for writer in all_writers(sleeping.run.recipe)}
-    wait_for("all roles", lambda: sleeping.running_jobs() == everybody, 60)
-    line.cut()
-    kill_job(sleeping, "rollout-0")
-    wait_for("the replacement", lambda: ("rollout-0", 2) in sleeping.running_jobs(), 60)
-    line.mend()
-    wait_for("the event", lambda: "miles.role_replaced" in site.events_of("held"), 60)
-    prefect(site.env, "flow-run", "cancel", resumed)
-    assert site.ended(resumed)["state_type"] == "CANCELLED"
-    assert not sleeping.live_jobs()
-    closed = read_closed(sleeping.run, sleeping.paths)
+    with SleepingRun(site.runs, "held", lease_s=5) as held:
+        resumed = site.start("resume/resume", env=env, run=str(held.paths.root))
+        everybody = {(writer, 1) for writer in all_writers(held.run.recipe)}
+        wait_for("all roles", lambda: held.running_jobs() == everybody, 60)
+        line.cut()
+        held.kill("rollout-0")
+        wait_for("the replacement", lambda: ("rollout-0", 2) in held.running_jobs(), 60)
+        line.mend()
+        wait_for("the event", lambda: "miles.role_replaced" in site.events_of("held"), 60)
+        prefect(site.env, "flow-run", "cancel", resumed)
+        assert site.ended(resumed)["state_type"] == "CANCELLED"
+        assert not held.live_jobs()
+    closed = read_closed(held.run, held.paths)
     assert closed is not None and closed.state == "CANCELLED"
 
 
-def kill_job(sleeping: SleepingRun, writer: str) -> None:
-    """kill -9 of a role's process group."""
-    job = next(job for job in LocalScheduler(sleeping.paths.root).snapshot(sleeping.run.run_id).jobs if job.writer == writer)
-    pid = int((sleeping.paths.root / "local_jobs" / f"{job.job_id}.pid").read_text().split()[0])
-    os.killpg(pid, signal.SIGKILL)
-
-
 def test_reap_ends_what_a_dead_run_left_and_nothing_else(site: Site) -> None:
-    dead, live = SleepingRun(site.runs, "dead"), SleepingRun(site.runs, "live", lease_s=5)
-    dead.take()
-    for sleeping in (dead, live):
-        sleeping.start_job()
-        wait_for("the job's process", sleeping.running_jobs, 60)
-    try:
+    values = {"cluster": str(site.cluster), "orphan_s": 0.1}
+    with SleepingRun(site.runs, "dead") as dead, SleepingRun(site.runs, "live", lease_s=5) as live:
+        dead.take()
+        for sleeping in (dead, live):
+            sleeping.start_job()
+            wait_for("the job's process", sleeping.running_jobs, 60)
         with live.beating():
-            values = {"cluster": str(site.cluster), "orphan_s": 0.1}
             assert site.ended(site.start("reap/reap", dry_run=True, **values))["state_type"] == "COMPLETED"
             assert dead.live_jobs() == {("learner-0", 1)}
             assert site.ended(site.start("reap/reap", **values))["state_type"] == "COMPLETED"
         assert not dead.live_jobs() and live.live_jobs() == {("learner-0", 1)}
-    finally:
-        for sleeping in (dead, live):
-            for _ in sleeping.live_jobs():
-                kill_job(sleeping, "learner-0")
+
+
+def test_automations_are_made_once(site: Site) -> None:
+    argv = [sys.executable, "-m", "flows.automations"]
+    for verb in ("made", "updated"):
+        done = subprocess.run(argv, cwd=REPOSITORY, env=site.env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.count(verb) == 2, done.stdout + done.stderr
+    assert len(site.ask("automations/filter", {})) == 2

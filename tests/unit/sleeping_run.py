@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from cluster.epoch import WRITER, supervisor_context
 from cluster.job_spec import make_job_spec
-from cluster.local.scheduler import LocalScheduler
+from cluster.local.scheduler import FOLDER, LocalScheduler
 from cluster.profile import ClusterProfile
 from cluster.scheduler import Phase
 from miles_core.paths import RunPaths
@@ -59,6 +62,22 @@ class SleepingRun:
         """(writer, attempt) of jobs that have a process."""
         jobs = LocalScheduler(self.paths.root).snapshot(self.run.run_id).jobs
         return {(job.writer, job.attempt) for job in jobs if job.phase is Phase.RUNNING}
+
+    def kill(self, writer: str) -> None:
+        """kill -9 of a role with its process group, in all attempts that run."""
+        for job in LocalScheduler(self.paths.root).snapshot(self.run.run_id).jobs:
+            if job.writer == writer and job.phase is Phase.RUNNING:
+                pid = (self.paths.root / FOLDER / f"{job.job_id}.pid").read_text().split()[0]
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(int(pid), signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves no process behind."""
+        for writer, _ in self.running_jobs():
+            self.kill(writer)
 
     def take(self, writer: str = WRITER, attempt: int = 1) -> None:
         """A lease, whose holder never renews anything."""
