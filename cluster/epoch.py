@@ -13,8 +13,8 @@ from cluster.profile import ClusterProfile
 from miles_core.errors import HeldElsewhere, LeaseLost, RunDirectoryError
 from miles_core.paths import RunPaths
 from miles_core.records import RunClosed
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig
+from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import LivenessJudge
 from miles_core.tracking.ledger import read_all
 

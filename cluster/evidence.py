@@ -20,8 +20,8 @@ from cluster.supervisor import Liveness, RoleView, World, is_worker, needed_for_
 from miles_core.errors import JournalCorrupt
 from miles_core.policy.lineage import StepLog
 from miles_core.records import Done, Intent, LivenessEntry, LivenessTable, StepDone, Submitted
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import all_writers
+from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import LivenessJudge
 from miles_core.tracking.ledger import read_all
 

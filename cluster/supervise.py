@@ -38,8 +38,8 @@ from cluster.supervisor import (
 from miles_core.errors import DeadlineExceeded, LeaseLost, NeedsRollback, NodesLost, SchedulerError
 from miles_core.paths import RunPaths
 from miles_core.records import Incident, Intent, JobEnded, RunClosed, Submitted
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig
+from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import read_cut
 
 log = logging.getLogger("miles")

@@ -19,7 +19,7 @@ from typing import Literal
 
 from cluster.scheduler import Cause, JobView, Phase
 from miles_core.records import split_writer
-from miles_core.roles.runtime import DRAINED_EXIT_CODE
+from miles_core.runtime.context import DRAINED_EXIT_CODE
 
 MISSING_QUERIES = 3
 """Good queries in a row without a job before it counts as vanished."""

@@ -34,8 +34,8 @@ from flows.pulse import Pulse, find_runs, watch
 from miles_core.errors import DeadlineExceeded, HeldElsewhere, LeaseLost, MilesError, SchedulerError
 from miles_core.paths import RunPaths
 from miles_core.recipe import Closed
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig, all_writers
+from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import Durability, publish_bytes
 from tasks.prepare import run_root

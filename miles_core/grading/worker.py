@@ -21,9 +21,9 @@ from queue import Empty, SimpleQueue
 from miles_core.errors import DeadlineExceeded, DigestMismatch, MilesError
 from miles_core.grading.base import Grade, Verifier
 from miles_core.records import Graded, GradeEntry, GradeOrder, TrajectoryRef
-from miles_core.roles.crash import crash_point
-from miles_core.roles.receiver import Inbox, OrphanWatch, Patience
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
+from miles_core.runtime.crash import crash_point
+from miles_core.runtime.receiver import Inbox, OrphanWatch, Patience
 from miles_core.store.journal import JournalWriter
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import read_rows

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from miles_core.errors import DeadlineExceeded, DigestMismatch, MilesError, NeedsRollback
 from miles_core.policy.lineage import Lineage
 from miles_core.records import Batch, BatchMember, RunEnded, TrajectoryRef, Version, digest_record
-from miles_core.roles.runtime import RoleContext
-from miles_core.roles.waiting import Watch, gone_after_s
+from miles_core.runtime.context import RoleContext
+from miles_core.runtime.waiting import Watch, gone_after_s
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import read_rows
 

@@ -31,10 +31,10 @@ from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, dige
 from miles_core.policy.publisher import Publisher
 from miles_core.recipe import Closed
 from miles_core.records import Batch, StepDone, Version, digest_record
-from miles_core.roles.crash import crash_point
-from miles_core.roles.receiver import Patience
-from miles_core.roles.runtime import RoleContext
-from miles_core.roles.succession import open_journal
+from miles_core.runtime.context import RoleContext
+from miles_core.runtime.crash import crash_point
+from miles_core.runtime.receiver import Patience
+from miles_core.runtime.succession import open_journal
 from miles_core.store.follow import Delivered
 from miles_core.tracking.metrics import BusyMeter
 from miles_core.trajectories.schema import Trajectory

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 
 from miles_core.records import GradeOrder, Order, Stop
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
 from miles_core.store.journal import JournalWriter
 
 log = logging.getLogger("miles")

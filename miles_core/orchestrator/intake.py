@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from miles_core.orchestrator.state import Receiver
 from miles_core.records import Cut
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import DecidingFollower, Delivered, poll_together
 
 

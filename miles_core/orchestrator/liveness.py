@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 
 from miles_core.orchestrator.state import Receiver
 from miles_core.records import LivenessEntry, LivenessTable, Version
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import Heartbeat, Liveness, LivenessJudge
 from miles_core.store.publish import Durability, publish_bytes
 

@@ -21,10 +21,10 @@ from miles_core.orchestrator.state import State, number_of
 from miles_core.orchestrator.watchdog import Watchdog
 from miles_core.policy.lineage import StepLog
 from miles_core.records import Batch, Cut, GradeOrder, Order, StepDone, Stop, WriterCut
-from miles_core.roles.crash import crash_point
-from miles_core.roles.runtime import RoleContext
-from miles_core.roles.succession import open_journal
 from miles_core.run import all_writers, grader_writers, rollout_writers
+from miles_core.runtime.context import RoleContext
+from miles_core.runtime.crash import crash_point
+from miles_core.runtime.succession import open_journal
 
 log = logging.getLogger("miles")
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from miles_core.orchestrator.planner import Emitted, Planner
 from miles_core.orchestrator.state import State
 from miles_core.records import Batch, Drop
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
 
 log = logging.getLogger("miles")
 

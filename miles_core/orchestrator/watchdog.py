@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from miles_core.orchestrator.liveness import LivenessWatch
 from miles_core.orchestrator.planner import Planner
 from miles_core.orchestrator.state import Receiver, State
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
 
 log = logging.getLogger("miles")
 

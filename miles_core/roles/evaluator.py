@@ -27,10 +27,10 @@ from miles_core.policy.local_copy import read_version
 from miles_core.policy.manifest import PolicyManifest
 from miles_core.policy.reader import check_probe
 from miles_core.records import Done, EvaluationPoint, Published, Version
-from miles_core.roles.crash import crash_point
-from miles_core.roles.runtime import RoleContext, run_role
-from miles_core.roles.succession import open_journal
-from miles_core.roles.waiting import Watch, gone_after_s
+from miles_core.runtime.context import RoleContext, run_role
+from miles_core.runtime.crash import crash_point
+from miles_core.runtime.succession import open_journal
+from miles_core.runtime.waiting import Watch, gone_after_s
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from miles_core.roles.runtime import RoleContext, run_role
+from miles_core.runtime.context import RoleContext, run_role
 
 
 def main(context: RoleContext) -> None:

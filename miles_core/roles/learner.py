@@ -8,7 +8,7 @@ import sys
 from miles_core.errors import RunDirectoryError
 from miles_core.learner.loop import Learner, Trainer
 from miles_core.policy.manifest import probe_prompts
-from miles_core.roles.runtime import RoleContext, run_role
+from miles_core.runtime.context import RoleContext, run_role
 
 
 def main(context: RoleContext) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from miles_core.orchestrator.loop import Orchestrator
-from miles_core.roles.runtime import RoleContext, run_role
+from miles_core.runtime.context import RoleContext, run_role
 
 
 def main(context: RoleContext) -> None:

@@ -7,8 +7,8 @@ import sys
 
 from miles_core.recipe import RolloutPool
 from miles_core.records import Version
-from miles_core.roles.runtime import RoleContext, run_role
 from miles_core.run import rollout_writers
+from miles_core.runtime.context import RoleContext, run_role
 
 NOT_LOADED = Version(-1, 0)
 """The engine's version until a published one has passed its probe; nothing is sampled with it."""

@@ -26,12 +26,12 @@ from miles_core.policy.local_copy import PolicyCopy
 from miles_core.policy.manifest import PolicyManifest
 from miles_core.policy.reader import check_probe
 from miles_core.records import Order, Published, Returned, Version, sample_id
-from miles_core.roles.crash import crash_point
-from miles_core.roles.receiver import FIRST_RETRY_S, LONGEST_RETRY_S, Inbox, OrphanWatch, Patience
-from miles_core.roles.runtime import RoleContext
 from miles_core.rollout.engine import Engine
 from miles_core.rollout.sampler import SampleRequest
 from miles_core.rollout.session import empty_columns
+from miles_core.runtime.context import RoleContext
+from miles_core.runtime.crash import crash_point
+from miles_core.runtime.receiver import FIRST_RETRY_S, LONGEST_RETRY_S, Inbox, OrphanWatch, Patience
 from miles_core.store.journal import JournalWriter
 from miles_core.tracking.metrics import BusyMeter
 from miles_core.trajectories.schema import Trajectory

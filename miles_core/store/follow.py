@@ -336,9 +336,7 @@ class CopyReader:
         return self._stream.take()
 
 
-def cut_predecessors(
-    reading: Reading, folder: Path, writer: str, attempt: int, *, sleep: Callable[[float], None]
-) -> Cuts:
+def cut_predecessors(reading: Reading, folder: Path, writer: str, attempt: int, *, sleep: Callable[[float], None]) -> Cuts:
     """Cuts every lower attempt of `writer`, for the first record of attempt `attempt`, which must hold its lease.
 
     The newest lower attempt that wrote its first record has already cut those below itself; its own stream is read to the

@@ -50,9 +50,7 @@ def temp_path(path: Path) -> Path:
     return path.with_name(f"{TEMP_PREFIX}{path.name}.{secrets.token_hex(6)}")
 
 
-def publish_file(
-    fs: FileSystem, path: Path, write: Callable[[Path], None], durability: Durability = Durability.SYNCED
-) -> None:
+def publish_file(fs: FileSystem, path: Path, write: Callable[[Path], None], durability: Durability = Durability.SYNCED) -> None:
     """Lets `write` fill a temporary file, then renames it to `path`.
 
     After an OSError the object is whole under its name or not there at all; publishing it again is right in both cases.

@@ -308,9 +308,7 @@ class FaultyFS(FileSystem):
 
         self._do(operation, path, perform, part_of_it)
 
-    def _do(
-        self, operation: str, path: Path, perform: Callable[[], T], part_of_it: Callable[[Fault], T] | None = None
-    ) -> T:
+    def _do(self, operation: str, path: Path, perform: Callable[[], T], part_of_it: Callable[[Fault], T] | None = None) -> T:
         self.calls[operation] += 1
         fault = self._next_fault(operation)
         if fault in _NOTHING_DONE:

@@ -17,8 +17,8 @@ from miles_core.paths import RunPaths
 from miles_core.policy.lineage import StepLog
 from miles_core.recipe import EnvironmentSpec, EvaluationSpec, LearnerSpec, ModelSpec, OrchestratorSpec, Recipe, Timing
 from miles_core.records import Batch, BatchGroup, BatchMember, Cut, Cuts, RunEnded, TrajectoryRef
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig
+from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Follower, Reading
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
@@ -106,9 +106,7 @@ class FakeOrchestrator:
             )
             for index, row in enumerate(rows)
         ]
-        groups = tuple(
-            BatchGroup(group_id=rows[first].group_id, members=tuple(members[first : first + 2])) for first in (0, 2)
-        )
+        groups = tuple(BatchGroup(group_id=rows[first].group_id, members=tuple(members[first : first + 2])) for first in (0, 2))
         batch = Batch(step=step, batch_id=f"b{step}.o1", groups=groups, staleness=step - 1 - oldest)
         return batch.model_copy(update=changes)
 

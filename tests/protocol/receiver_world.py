@@ -9,8 +9,8 @@ from typing import Any
 from miles_core.paths import RunPaths
 from miles_core.recipe import EnvironmentSpec, GraderSpec, ModelSpec, Recipe, RolloutSpec, Timing
 from miles_core.records import Cuts, Done, GradeOrder, Order, Published, Stop, Version, parse_record
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig
+from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Reading
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter

@@ -22,8 +22,8 @@ from miles_core.orchestrator.loop import Orchestrator
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe, Timing
 from miles_core.records import Cuts, Intent, JobEnded, RunClosed, Submitted, split_writer
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig, all_writers
+from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
 from miles_core.store.publish import publish_bytes

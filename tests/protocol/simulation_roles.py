@@ -29,8 +29,8 @@ from miles_core.records import (
     sample_id,
     trajectory_id,
 )
-from miles_core.roles.receiver import Inbox
-from miles_core.roles.succession import open_journal
+from miles_core.runtime.receiver import Inbox
+from miles_core.runtime.succession import open_journal
 from miles_core.store.follow import Delivered
 from miles_core.store.journal import JournalWriter
 from miles_core.store.publish import Durability, digest_bytes, publish_bytes

@@ -18,10 +18,10 @@ from miles_core.policy.local_copy import read_version
 from miles_core.policy.manifest import DELTA_NAME, weights_digest
 from miles_core.recipe import PolicySpec
 from miles_core.records import Version
-from miles_core.roles.crash import EXIT_CODE, VARIABLE
-from miles_core.roles.runtime import RoleContext
 from miles_core.rollout.worker import PolicyFeed
 from miles_core.run import RunConfig
+from miles_core.runtime.context import RoleContext
+from miles_core.runtime.crash import EXIT_CODE, VARIABLE
 from miles_core.store.publish import digest_file
 from miles_core.verify import verify_run
 from tests.e2e.tamper import edit_records, of_kind

@@ -18,8 +18,8 @@ from miles_core.policy.publisher import publish_version
 from miles_core.recipe import EnvironmentSpec, EvaluationSpec
 from miles_core.records import Cut, Cuts, Done, EvaluationPoint, Published, StepDone, Version
 from miles_core.roles.evaluator import Evaluator, GreedyScorer, Scorer
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig
+from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Reading, read_cut
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter

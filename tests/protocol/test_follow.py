@@ -501,9 +501,7 @@ def test_many_readers_share_one_listing_of_the_leases() -> None:
     writers = [Writer(server, f"rollout-{number}", 1, "a").write(f"x{number}") for number in range(50)]
     fs = server.node("b")
     reading = reading_of(fs)
-    readers = [
-        DecidingFollower(reading, writer.folder, writer.writer, cuts={}, on_cut=pytest.fail) for writer in writers
-    ]
+    readers = [DecidingFollower(reading, writer.folder, writer.writer, cuts={}, on_cut=pytest.fail) for writer in writers]
     found = poll_together(reading, readers)
     assert [texts(one) for one in found] == [[f"x{number}"] for number in range(50)]
     writers[7].write("more")
@@ -518,9 +516,7 @@ def test_one_reader_in_trouble_does_not_hold_up_the_others() -> None:
     writers = [Writer(server, f"rollout-{number}", 1).write(f"x{number}") for number in range(3)]
     fs = server.node("b")
     reading = reading_of(fs)
-    readers = [
-        DecidingFollower(reading, writer.folder, writer.writer, cuts={}, on_cut=pytest.fail) for writer in writers
-    ]
+    readers = [DecidingFollower(reading, writer.folder, writer.writer, cuts={}, on_cut=pytest.fail) for writer in writers]
     fs.fail("read", Fault.STALE)
     assert [texts(one) for one in poll_together(reading, readers)] == [[], ["x1"], ["x2"]]
     assert [texts(one) for one in poll_together(reading, readers)] == [["x0"], [], []]
@@ -638,9 +634,7 @@ def test_ce5_prime_a_node_that_sees_a_shorter_prefix_changes_no_cut(late: str) -
     l2.open()
     assert o1.text_before(o2.cuts.cuts[0]) == ["batch 1: g1"] and l1.text_before(l2.cuts.cuts[0]) == ["step 1: g1"]
     evaluator = Writer(server, "evaluator-0", 1, "a")
-    found = poll_until_quiet(
-        server, o2.follower("learner-0"), l2.follower("orchestrator-0"), evaluator.follower("learner-0")
-    )
+    found = poll_until_quiet(server, o2.follower("learner-0"), l2.follower("orchestrator-0"), evaluator.follower("learner-0"))
     assert [texts(one) for one in found] == [["step 1: g1"], ["batch 1: g1"], ["step 1: g1"]]
 
 

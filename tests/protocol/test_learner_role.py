@@ -20,9 +20,9 @@ from miles_core.policy.local_copy import read_version
 from miles_core.policy.reader import check_probe
 from miles_core.recipe import OrchestratorSpec
 from miles_core.records import Cut, Done, Published, StepDone, Version, digest_record
-from miles_core.roles.crash import EXIT_CODE, VARIABLE
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig
+from miles_core.runtime.context import RoleContext
+from miles_core.runtime.crash import EXIT_CODE, VARIABLE
 from miles_core.store.follow import Delivered
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import encode_frame, segment_name

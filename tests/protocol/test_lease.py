@@ -274,9 +274,7 @@ class Pair:
 @given(
     seed=st.integers(0, 2**32),
     spans=st.lists(
-        st.tuples(
-            st.sampled_from(["well", "observer stopped", "everything stopped", "reads fail"]), st.floats(0.05, 4.0)
-        ),
+        st.tuples(st.sampled_from(["well", "observer stopped", "everything stopped", "reads fail"]), st.floats(0.05, 4.0)),
         max_size=8,
     ),
 )

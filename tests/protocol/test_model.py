@@ -298,9 +298,7 @@ class Real:
         self.files: dict[Path, bytes] = {}
         self.nodes = [PrefixFS(self.files) for _ in range(4)]
         self.readings = [Reading(fs, LeaseFolder(fs, Path("/leases"), "r"), 0.0, lambda: 0.0) for fs in self.nodes]
-        self.followers = [
-            Follower(self.readings[who], self.folder(3 - who), self.writer(3 - who)) for who in range(4)
-        ]
+        self.followers = [Follower(self.readings[who], self.folder(3 - who), self.writer(3 - who)) for who in range(4)]
         self.journals: dict[int, JournalWriter] = {}
         self.ends: list[list[int]] = [[], [], [], []]
         """By attempt: bytes of its segment behind each record."""

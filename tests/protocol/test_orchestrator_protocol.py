@@ -22,8 +22,8 @@ from miles_core.records import (
     WriterCut,
     parse_record,
 )
-from miles_core.roles.crash import EXIT_CODE
 from miles_core.run import rollout_writers
+from miles_core.runtime.crash import EXIT_CODE
 from miles_core.store.journal import AttemptTail, list_segments
 from miles_core.verify import verify_run
 from tests.protocol.audit import Audit

@@ -29,9 +29,7 @@ TARGET = Path("/run/objects/x")
 DATA = b"0123456789" * 40
 CHANGES = ("append", "sync", "link", "rename", "mkdir", "unlink")
 
-faults = st.lists(
-    st.sampled_from([(operation, fault) for operation in CHANGES for fault in POSSIBLE[operation]]), max_size=3
-)
+faults = st.lists(st.sampled_from([(operation, fault) for operation in CHANGES for fault in POSSIBLE[operation]]), max_size=3)
 
 
 def content(fs: FaultyFS, path: Path = TARGET) -> bytes | None:

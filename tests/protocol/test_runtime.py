@@ -17,8 +17,8 @@ from miles_core.errors import JournalCorrupt, LeaseLost
 from miles_core.paths import RunPaths
 from miles_core.recipe import EnvironmentSpec, GraderSpec, ModelSpec, Recipe, RolloutSpec, Timing
 from miles_core.records import Done, Incident
-from miles_core.roles.runtime import DRAINED_EXIT_CODE, RoleContext, run_role
 from miles_core.run import RunConfig
+from miles_core.runtime.context import DRAINED_EXIT_CODE, RoleContext, run_role
 from miles_core.store.journal import list_segments
 from miles_core.store.lease import LeaseFolder, read_heartbeat
 from tests.protocol.faulty_fs import PROPERTY, FakeClock, Fault, FaultyFS, Server
@@ -42,9 +42,7 @@ def run_config(timing: Timing = TIMING) -> RunConfig:
 def context(server: Server, writer: str = "learner-0", attempt: int = 1, *, holds: bool = True) -> RoleContext:
     """An attempt on its own node, without the heartbeat's thread."""
     fs = server.node(f"{writer}.a{attempt}")
-    made = RoleContext(
-        run_config(), PATHS, writer, attempt, token="t", fs=fs, clock=fs.clock, sleep=server.clock.advance
-    )
+    made = RoleContext(run_config(), PATHS, writer, attempt, token="t", fs=fs, clock=fs.clock, sleep=server.clock.advance)
     fs.mkdir(PATHS.heartbeats)
     if holds:
         made.leases.acquire(writer, attempt, "t")

@@ -18,8 +18,8 @@ from cluster.supervise import Progress, Supervisor
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe
 from miles_core.records import Cuts, Done, LivenessEntry, LivenessTable, RunClosed, StepDone
-from miles_core.roles.runtime import RoleContext
 from miles_core.run import RunConfig, all_writers
+from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
 from miles_core.store.lease import Heartbeat, LeaseFolder, write_heartbeat

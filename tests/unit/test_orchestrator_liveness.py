@@ -10,7 +10,7 @@ from miles_core.orchestrator.copies import Outbox
 from miles_core.orchestrator.liveness import LivenessWatch
 from miles_core.orchestrator.state import Receiver
 from miles_core.records import LivenessTable, Stop, parse_record
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
 from miles_core.store.lease import Heartbeat, write_heartbeat
 from tests.protocol.simulation import SimCluster

@@ -24,7 +24,7 @@ from cluster.supervisor import (
     costs_retry,
     decide,
 )
-from miles_core.roles.runtime import DRAINED_EXIT_CODE
+from miles_core.runtime.context import DRAINED_EXIT_CODE
 
 
 def job(writer: str, attempt: int = 1, phase: Phase = Phase.RUNNING, **changes: Any) -> JobView:

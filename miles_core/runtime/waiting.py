@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from miles_core.roles.receiver import OrphanWatch
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
+from miles_core.runtime.receiver import OrphanWatch
 
 log = logging.getLogger("miles")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Delivered, read_cut
 from miles_core.store.journal import JournalWriter
 

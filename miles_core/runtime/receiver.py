@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from miles_core.errors import DeadlineExceeded
 from miles_core.records import GradeOrder, Order, Stop
-from miles_core.roles.runtime import RoleContext
+from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import CopyReader
 
 FIRST_RETRY_S = 0.2
