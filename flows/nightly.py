@@ -6,6 +6,7 @@ worker all missed slots would start at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,14 +15,19 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
+from pydantic import ValidationError
 
 from cluster.epoch import WRITER, read_closed
 from cluster.profile import load_cluster
 from flows.pulse import Pulse, find_runs, watch
 from flows.train import request_cancel_on_cancellation, train_run
+from miles_core.errors import JournalCorrupt
+from miles_core.paths import RunPaths
 from miles_core.recipe import load_recipe
-from miles_core.run import all_writers
+from miles_core.run import RunConfig, all_writers
 from tasks.prepare import run_root
+
+log = logging.getLogger("miles")
 
 
 @flow(
@@ -67,7 +73,7 @@ def live_run(recipe_name: str, runs_root: Path, but_not: Sequence[str] = ()) -> 
     """
     pulses = []
     for run, paths in find_runs(runs_root):
-        if run.recipe.name == recipe_name and run.run_id not in but_not and read_closed(run, paths) is None:
+        if run.recipe.name == recipe_name and run.run_id not in but_not and _is_open(run, paths):
             pulses.append(Pulse(run, paths, [WRITER, *all_writers(run.recipe)]))
     watch(pulses, until_first=True)
     for pulse in pulses:
@@ -77,3 +83,12 @@ def live_run(recipe_name: str, runs_root: Path, but_not: Sequence[str] = ()) -> 
         if pulse.verdict == "unknown":
             return f"whether run {pulse.run.run_id} of this recipe lives could not be judged from {pulse.paths.heartbeats}"
     return ""
+
+
+def _is_open(run: RunConfig, paths: RunPaths) -> bool:
+    """Not closed, or not to be told from a damaged journal: then its heartbeats decide."""
+    try:
+        return read_closed(run, paths) is None
+    except (JournalCorrupt, OSError, ValidationError) as error:
+        log.warning("whether %s is closed cannot be read: %s", paths.root, error)
+        return True

@@ -116,7 +116,7 @@ class PrefectReporter:
         self._reported_at, self._reported_step = progress.seconds, progress.step
         self._log.info("step %s/%s reward=%s", progress.step, progress.steps, progress.mean_reward)
         self._teller.tell(lambda: self._show_progress(100.0 * progress.step / progress.steps))
-        if self._is_table_due and progress.step > 0:
+        if self._is_table_due and progress.seconds >= _REPORT_EVERY_S:
             self._is_table_due = False
             self._teller.tell(self._show_jobs)
 

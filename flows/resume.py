@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prefect import flow
 
+from cluster.epoch import read_cluster
 from cluster.profile import load_cluster
 from flows.train import host, request_cancel_on_cancellation
 from miles_core.run import read_run
@@ -20,7 +21,8 @@ def resume(run: str, cluster: str = "local") -> str:
     """Supervises run `run` again, with the recipe and the cluster that it was made with, and returns its directory.
 
     `run` is the path of a run directory, or a run id below the runs_root of `cluster`. A closed run is only read; one that
-    another supervisor holds is left to it.
+    another supervisor holds is left to it. To continue with a corrected cluster profile, run `train` with the same run id.
     """
     root = Path(run) if "/" in run else run_root(load_cluster(cluster), run)
-    return host(*read_run(root))
+    config, paths = read_run(root)
+    return host(config, paths, read_cluster(config))

@@ -26,7 +26,7 @@ from prefect.flows import Flow
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
 
-from cluster.epoch import read_closed, read_cluster
+from cluster.epoch import read_closed
 from cluster.profile import ClusterProfile, load_cluster
 from flows.launch import supervise
 from flows.prefect_report import API_ERRORS, RUN_DIR_LABEL, PrefectReporter
@@ -88,15 +88,15 @@ def train_run(recipe: Recipe, profile: ClusterProfile, run_id: str) -> str:
     """From a recipe to the end of its run; returns the run directory."""
     base_model = ensure_base_model_task(recipe)
     paths: RunPaths = ensure_run_task(recipe, profile, run_id, base_model)
-    return host(*read_run(paths.root))
+    run, paths = read_run(paths.root)
+    return host(run, paths, profile)
 
 
-def host(run: RunConfig, paths: RunPaths) -> str:
-    """Supervises a prepared run on the cluster it was made for; returns its directory.
+def host(run: RunConfig, paths: RunPaths, profile: ClusterProfile) -> str:
+    """Supervises a prepared run in this flow run; returns its directory.
 
     Raises MilesError unless it COMPLETED.
     """
-    profile = read_cluster(run)
     logger = get_run_logger()
     logger.info("run directory %s", paths.root)
     with PrefectReporter(run, paths, logger) as reporter:

@@ -82,6 +82,15 @@ def test_a_nightly_does_not_wait_for_closed_or_dead_runs(tmp_path: Path) -> None
         assert live_run("sleepy", tmp_path) == ""
 
 
+def test_a_damaged_journal_of_an_old_run_stops_no_night(tmp_path: Path) -> None:
+    damaged = SleepingRun(tmp_path, "damaged")
+    damaged.close()
+    (segment,) = damaged.paths.journal("supervisor-0").iterdir()
+    frames = segment.read_bytes().splitlines(keepends=True)
+    segment.write_bytes(frames[0] + b"x" * len(frames[1]) + b"".join(frames[2:]))
+    assert live_run("sleepy", tmp_path) == ""
+
+
 def test_a_slot_is_old_after_its_age_and_names_its_run() -> None:
     slot = datetime(2026, 3, 1, 22, 0, tzinfo=UTC)
     assert slot_is_old(slot, slot + timedelta(hours=6), 6.0) == ""
