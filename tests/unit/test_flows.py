@@ -20,6 +20,7 @@ from flows.nightly import live_run, slot_is_old, slot_run_id
 from flows.prefect_report import PrefectReporter, Teller, artifact_key, flow_run_name, jobs_table
 from flows.pulse import Pulse, watch
 from flows.reap import MEMORY_FILE, Finding, Reaper
+from miles_core.errors import JournalCorrupt
 from miles_core.records import Incident
 from miles_core.run import all_writers
 from tests.unit.fake_slurm import ManualClock
@@ -87,7 +88,9 @@ def test_a_damaged_journal_of_an_old_run_stops_no_night(tmp_path: Path) -> None:
     damaged.close()
     (segment,) = damaged.paths.journal("supervisor-0").iterdir()
     frames = segment.read_bytes().splitlines(keepends=True)
-    segment.write_bytes(frames[0] + b"x" * len(frames[1]) + b"".join(frames[2:]))
+    segment.write_bytes(frames[0] + b"x" * (len(frames[1]) - 1) + b"\n" + b"".join(frames[2:]))
+    with pytest.raises(JournalCorrupt):
+        read_closed(damaged.run, damaged.paths)
     assert live_run("sleepy", tmp_path) == ""
 
 
