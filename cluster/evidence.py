@@ -7,9 +7,11 @@ this tick and nothing else; what is known stays known. It is logged when it begi
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -27,6 +29,9 @@ from miles_core.tracking.ledger import read_all
 
 log = logging.getLogger("miles")
 Result = TypeVar("Result")
+
+LOW_DISK_BYTES = 256 << 20
+"""Less than this is told to a person."""
 
 
 class Troubles:
@@ -105,6 +110,10 @@ class Seen:
     """It changed since this epoch began: whoever writes it lives."""
 
 
+def _free_bytes(root: Path) -> int:
+    return shutil.disk_usage(root).free
+
+
 @dataclass
 class Evidence:
     """Gathered by `observe`, once a tick, and `look`, several times in lease_s."""
@@ -118,6 +127,7 @@ class Evidence:
     cancel_requested: bool = False
     unreachable_since_s: float | None = None
     """Since when the scheduler has not answered."""
+    free_bytes: Callable[[Path], int] = _free_bytes
 
     def __post_init__(self) -> None:
         context = self.context
@@ -127,6 +137,7 @@ class Evidence:
         self._judge = LivenessJudge(context.fs, context.paths.heartbeats, context.timing.lease_s, context.clock)
         self._seen: Seen | None = None
         self._down: set[str] = set()
+        self._is_low = False
         self._jobs: dict[str, list[JobView]] = {}
         self._ended_at: dict[str, float] = {}
 
@@ -183,6 +194,18 @@ class Evidence:
         new = set(self.snapshot.down_nodes) - self._down
         self._down = set(self.snapshot.down_nodes)
         return sorted(new)
+
+    def newly_low_on_disk(self) -> str:
+        """Where and how little, once when the run directory's filesystem runs full; roles then wait and say nothing else."""
+        free_bytes = self.troubles.attempt("free space", lambda: self.free_bytes(self.context.paths.root))
+        if free_bytes is None:
+            return ""
+        was_low, self._is_low = self._is_low, free_bytes < LOW_DISK_BYTES
+        if was_low or not self._is_low:
+            return ""
+        return (
+            f"{free_bytes / 2**20:.0f} MiB are left for {self.context.paths.root}: make room, the roles wait for it and go on"
+        )
 
     def _read_done(self) -> None:
         folder = self.context.paths.done("x").parent

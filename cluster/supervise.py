@@ -220,6 +220,8 @@ class Supervisor:
         down = self.evidence.newly_down()
         if down:
             self.incident("node_down", detail=f"down or drained: {', '.join(down)}")
+        if low := self.evidence.newly_low_on_disk():
+            self.incident("disk_low", detail=low)
         may_write = self._journal_is_whole()
         world = self.evidence.world(drain_s=self.profile.drain_s, max_failures=self.profile.role_failures)
         for action in decide(world):

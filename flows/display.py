@@ -27,6 +27,8 @@ from miles_core.run import RunConfig, all_writers, read_run
 from miles_core.tracking.ledger import Ledger, read_ledger
 
 _LINE_EVERY_S = 5.0
+_STALL_S = 20.0
+"""Without a step for this long, a line also says what the roles do."""
 
 
 class Display:
@@ -38,6 +40,8 @@ class Display:
         self._live: Live | None = None
         self._last_line_at = 0.0
         self._last_step = -1
+        self._moved = (-1, 0.0)
+        """Last step and when it was first shown."""
         self._started_at = time.monotonic()
 
     @contextmanager
@@ -79,7 +83,10 @@ class Display:
         if progress.step == self._last_step == self._steps:
             return
         self._last_line_at, self._last_step = now, progress.step
-        self._console.print(_line(progress))
+        if progress.step != self._moved[0]:
+            self._moved = (progress.step, now)
+        is_slow = progress.step == 0 or now - self._moved[1] >= _STALL_S
+        self._console.print(_line(progress, tell_roles=is_slow))
 
     def incident(self, incident: Incident) -> None:
         """Prints an incident above the live display."""
@@ -91,11 +98,11 @@ class Display:
         self._console.print(f"  summary  {paths.summary}\n  prove it miles verify {paths.root}")
 
 
-def _line(progress: Progress) -> str:
+def _line(progress: Progress, *, tell_roles: bool = False) -> str:
     reward = "-" if progress.mean_reward is None else f"{progress.mean_reward:.3f}"
     staleness = "-" if progress.staleness is None else str(progress.staleness)
     waiting = [f"{writer}: {state}" for writer, state in progress.roles if state not in ("done", "serving", "training")]
-    note = f"  [{'; '.join(waiting)}]" if waiting and progress.step == 0 else ""
+    note = f"  [{'; '.join(waiting)}]" if waiting and tell_roles else ""
     return f"{progress.seconds:6.0f} s  step {progress.step}/{progress.steps}  reward {reward}  staleness {staleness}{note}"
 
 

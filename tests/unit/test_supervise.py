@@ -480,6 +480,22 @@ def test_a_full_disk_starts_nothing_but_still_cancels(site: Site) -> None:
     assert closed is not None and closed.state == "CANCELLED"
 
 
+def test_a_disk_that_runs_full_is_told_once(site: Site) -> None:
+    supervisor = site.supervisor()
+    free = [1 << 40]
+    supervisor.evidence.free_bytes = lambda root: free[0]
+    began = site.clock()
+
+    def fill_and_empty() -> None:
+        free[0] = 1 << 20 if site.clock() - began > 5 else 1 << 40
+        if site.clock() - began > 30:
+            supervisor.context.leave.set()
+
+    site.on_sleep = fill_and_empty
+    supervisor.run()
+    assert site.incidents("disk_low") == [f"1 MiB are left for {site.paths.root}: make room, the roles wait for it and go on"]
+
+
 def test_a_damaged_learner_journal_does_not_keep_a_run_from_being_cancelled(site: Site) -> None:
     site.start_all()
     site.train(1)
