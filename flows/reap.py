@@ -136,7 +136,7 @@ class Reaper:
             why = self._why(run, paths, silence)
             scheduler = make_scheduler(read_cluster(run), paths.root) if why else None
             jobs = live_jobs(run, scheduler) if scheduler is not None else ()
-        except (MilesError, OSError) as error:
+        except (MilesError, OSError, ValidationError) as error:
             return Finding(run.run_id, "could not be examined", (), str(error), is_failure=True)
         is_closed = why.startswith("closed")
         if not jobs and is_closed:

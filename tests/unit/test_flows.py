@@ -20,9 +20,9 @@ from flows.nightly import live_run, slot_is_old, slot_run_id
 from flows.prefect_report import PrefectReporter, Teller, artifact_key, flow_run_name, jobs_table
 from flows.pulse import Pulse, watch
 from flows.reap import MEMORY_FILE, Finding, Reaper
-from miles_core.errors import JournalCorrupt
 from miles_core.records import Incident
 from miles_core.run import all_writers
+from miles_core.store.journal import encode_frame
 from tests.unit.fake_slurm import ManualClock
 from tests.unit.sleeping_run import SleepingRun
 from tests.unit.synthetic_run import SyntheticRun
@@ -83,14 +83,19 @@ def test_a_nightly_does_not_wait_for_closed_or_dead_runs(tmp_path: Path) -> None
         assert live_run("sleepy", tmp_path) == ""
 
 
-def test_a_damaged_journal_of_an_old_run_stops_no_night(tmp_path: Path) -> None:
-    damaged = SleepingRun(tmp_path, "damaged")
-    damaged.close()
-    (segment,) = damaged.paths.journal("supervisor-0").iterdir()
-    frames = segment.read_bytes().splitlines(keepends=True)
-    segment.write_bytes(frames[0] + b"x" * (len(frames[1]) - 1) + b"\n" + b"".join(frames[2:]))
-    with pytest.raises(JournalCorrupt):
-        read_closed(damaged.run, damaged.paths)
+def add_unknown_record(made: SleepingRun) -> None:
+    """A journal of another version, or a damaged one: reading it raises."""
+    (segment,) = made.paths.journal("supervisor-0").iterdir()
+    with segment.open("ab") as file:
+        file.write(encode_frame(b'{"kind": "unknown"}'))
+    with pytest.raises(ValueError):
+        read_closed(made.run, made.paths)
+
+
+def test_an_unreadable_journal_of_an_old_run_stops_no_night(tmp_path: Path) -> None:
+    old = SleepingRun(tmp_path, "old")
+    old.close()
+    add_unknown_record(old)
     assert live_run("sleepy", tmp_path) == ""
 
 
@@ -184,6 +189,18 @@ def test_a_live_supervisor_is_never_touched(sleeping: SleepingRun) -> None:
     assert Reaper(root, orphan_s=0.0, clock=clock, sleep=beat).run() == []
     assert sleeping.live_jobs()
     assert len(reap(root, clock, orphan_s=0.0)) == 1
+
+
+def test_a_run_that_cannot_be_read_is_named_and_keeps_no_other_from_its_end(sleeping: SleepingRun) -> None:
+    root = sleeping.paths.root.parent
+    old = SleepingRun(root, "another")
+    old.close()
+    add_unknown_record(old)
+    sleeping.start_job()
+    sleeping.close()
+    unreadable, ended = reap(root, ManualClock())
+    assert unreadable.run_id == "another" and unreadable.is_failure
+    assert ended.done == "cancelled" and not sleeping.live_jobs()
 
 
 def test_a_cancel_that_nobody_obeyed_is_obeyed(sleeping: SleepingRun) -> None:
