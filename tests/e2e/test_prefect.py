@@ -18,7 +18,7 @@ import yaml
 
 from cluster.epoch import read_closed
 from miles_core.run import all_writers
-from tests.e2e.prefect_server import prefect, prefect_server
+from tests.e2e.prefect_server import background, prefect, prefect_server
 from tests.e2e.runs import REPOSITORY, SHORT, wait_for
 from tests.unit.sleeping_run import SleepingRun
 
@@ -36,10 +36,10 @@ class Site:
         profile = yaml.safe_load((REPOSITORY / "configs/clusters/local.yaml").read_text())
         self.cluster.write_text(yaml.safe_dump(profile | {"runs_root": str(self.runs)}))
 
-    def start(self, deployment: str, *, env: dict[str, str] | None = None, **values: object) -> str:
-        """Starts a deployment, its process with `env`; the id of its flow run."""
+    def start(self, deployment: str, **values: object) -> str:
+        """Starts a deployment; the id of its flow run."""
         found = self.ask(f"deployments/name/{deployment}", None)
-        query = {"parameters": values, "job_variables": {"env": env or {}}, "state": {"type": "SCHEDULED"}}
+        query = {"parameters": values, "state": {"type": "SCHEDULED"}}
         return str(self.ask(f"deployments/{found['id']}/create_flow_run", query)["id"])
 
     def flow_run(self, flow_run_id: str) -> dict[str, Any]:
@@ -91,6 +91,8 @@ class Line:
     def __init__(self, port: int) -> None:
         self._target = port
         self._is_up = True
+        self.refused = 0
+        """Connections since the cut that found nobody."""
         self._open: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -112,6 +114,7 @@ class Line:
             client, _ = self._listener.accept()
             if not self._is_up:
                 client.close()
+                self.refused += 1
                 continue
             server = socket.create_connection(("127.0.0.1", self._target))
             self._open += [client, server]
@@ -146,17 +149,29 @@ def test_the_second_nightly_skips_itself_while_the_first_is_live(site: Site) -> 
     assert {(row["role"], row["attempt"]) for row in jobs} >= {("learner", 1), ("orchestrator", 1)}
 
 
-def test_a_dead_api_stops_nothing_and_cancel_ends_the_jobs(site: Site) -> None:
+def test_a_dead_api_stops_nothing_a_crash_cancels_nothing_and_cancel_ends_the_jobs(site: Site) -> None:
     line = Line(int(httpx.URL(site.env["PREFECT_API_URL"]).port or 0))
-    env = {"PREFECT_API_URL": f"http://127.0.0.1:{line.port}/api"}
+    # By itself: a worker gives its flows its own PREFECT_API_URL, whatever the deployment says.
+    env = site.env | {"PREFECT_API_URL": f"http://127.0.0.1:{line.port}/api"}
     with SleepingRun(site.runs, "held", lease_s=5) as held:
-        resumed = site.start("resume/resume", env=env, run=str(held.paths.root))
+        argv = [sys.executable, "-c", f"from flows.resume import resume; resume({str(held.paths.root)!r})"]
         everybody = {(writer, 1) for writer in all_writers(held.run.recipe)}
-        wait_for("all roles", lambda: held.running_jobs() == everybody, 60)
-        line.cut()
+        with background(site.folder / "flow.log", env, *argv) as process:
+            wait_for("all roles", lambda: held.running_jobs() == everybody, 60)
+            line.cut()
+            held.kill("rollout-0")
+            wait_for("the replacement", lambda: ("rollout-0", 2) in held.running_jobs(), 60)
+            wait_for("the flow to miss the server", lambda: line.refused, 60)
+            line.mend()
+            process.terminate()
+            assert process.wait(timeout=60) != 0
+        survivors = held.running_jobs()
+        assert survivors == everybody - {("rollout-0", 1)} | {("rollout-0", 2)}
+        resumed = site.start("resume/resume", run=str(held.paths.root))
+        wait_for("the next supervisor", (held.paths.leases / "supervisor-0.a3").exists, 60)
+        wait_for("its first look", lambda: site.flow_run(resumed)["labels"].get("miles.run_dir"), 60)
+        assert held.running_jobs() == survivors
         held.kill("rollout-0")
-        wait_for("the replacement", lambda: ("rollout-0", 2) in held.running_jobs(), 60)
-        line.mend()
         wait_for("the event", lambda: "miles.role_replaced" in site.events_of("held"), 60)
         prefect(site.env, "flow-run", "cancel", resumed)
         assert site.ended(resumed)["state_type"] == "CANCELLED"
