@@ -38,9 +38,17 @@ class Hooks:
 
 
 def supervise(
-    paths: RunPaths, profile: ClusterProfile, hooks: Hooks, *, takeover: bool = False, unreachable_s: float = math.inf
+    paths: RunPaths,
+    profile: ClusterProfile,
+    hooks: Hooks,
+    *,
+    takeover: bool = False,
+    unreachable_s: float = math.inf,
+    around: Callable[[Scheduler], Scheduler] = lambda scheduler: scheduler,
 ) -> RunClosed | None:
     """Supervises a prepared run until it is over; None when it was asked to leave. A closed run is only read.
+
+    `around` puts something between the supervisor and the cluster's scheduler.
 
     Raises HeldElsewhere (also when another supervisor took the run over), NodesLost, NeedsRollback, SchedulerError,
     RecipeError, and DeadlineExceeded when the scheduler stays away for `unreachable_s`.
@@ -51,7 +59,7 @@ def supervise(
     closed = read_closed(run, paths)
     if closed is not None:
         return closed
-    scheduler = make_scheduler(profile, paths.root)
+    scheduler = around(make_scheduler(profile, paths.root))
     if not paths.cancel_request.exists():
         check_scripts(run, paths, profile, scheduler)
     context = take_epoch(lambda epoch: supervisor_context(run, paths, epoch), takeover=takeover)

@@ -29,6 +29,7 @@ from prefect.runtime import flow_run
 from cluster.epoch import read_closed
 from cluster.profile import ClusterProfile, load_cluster
 from flows.launch import supervise
+from flows.limits import LimitedScheduler
 from flows.prefect_report import API_ERRORS, RUN_DIR_LABEL, PrefectReporter
 from miles_core.errors import MilesError
 from miles_core.paths import RunPaths
@@ -100,7 +101,7 @@ def host(run: RunConfig, paths: RunPaths, profile: ClusterProfile) -> str:
     logger = get_run_logger()
     logger.info("run directory %s", paths.root)
     with PrefectReporter(run, paths, logger) as reporter:
-        closed = supervise(paths, profile, reporter.hooks)
+        closed = supervise(paths, profile, reporter.hooks, around=LimitedScheduler)
         if closed is None:
             _leave(paths, profile, reporter)
         reporter.closed(closed, write_summary(run, paths))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,11 +17,15 @@ import pytest
 import yaml
 
 from cluster.epoch import read_closed
+from cluster.job_spec import make_job_spec
+from cluster.local.scheduler import LocalScheduler
 from cluster.supervise import Progress
+from flows.limits import LimitedScheduler
 from flows.nightly import live_run, slot_is_old, slot_run_id
 from flows.prefect_report import PrefectReporter, Teller, artifact_key, flow_run_name, jobs_table
 from flows.pulse import Pulse, watch
 from flows.reap import MEMORY_FILE, Finding, Reaper
+from miles_core.errors import SchedulerError
 from miles_core.records import Incident
 from miles_core.run import all_writers
 from miles_core.store.journal import encode_frame
@@ -246,6 +252,48 @@ def test_names_can_be_searched_and_keys_are_taken(tmp_path: Path) -> None:
     assert flow_run_name(SleepingRun(tmp_path, "night-1").run) == "sleepy-night-1"
     assert flow_run_name(SleepingRun(tmp_path, "sleepy-20260301").run) == "sleepy-20260301"
     assert artifact_key("run", "Chain_Sum.1", "jobs") == "run-chain-sum-1-jobs"
+
+
+# --- limits --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_paces_and_never_stops_the_scheduler(tmp_path: Path) -> None:
+    made, clock, asked = SleepingRun(tmp_path, "limited"), ManualClock(), []
+    fails = False
+
+    @contextmanager
+    def slot(name: str) -> Iterator[None]:
+        if fails:
+            raise TimeoutError
+        asked.append(name)
+        yield
+        asked.append(f"{name} given back")
+
+    limited = LimitedScheduler(LocalScheduler(made.paths.root), hold=slot, pace=slot, clock=clock)
+    assert limited.snapshot("limited").ok
+    assert asked == ["slurm-query", "slurm-query given back"]
+    fails = True
+    assert limited.snapshot("limited").ok
+    fails = False
+    assert limited.snapshot("limited").ok and len(asked) == 2, "asked again at once after trouble"
+    clock.sleep(301.0)
+    assert limited.snapshot("limited").ok and len(asked) == 4
+
+
+def test_an_error_of_the_scheduler_passes_and_gives_the_slot_back(tmp_path: Path) -> None:
+    made, held = SleepingRun(tmp_path, "limited"), []
+
+    @contextmanager
+    def slot(name: str) -> Iterator[None]:
+        held.append(name)
+        yield
+        held.remove(name)
+
+    shutil.rmtree(made.paths.code)
+    limited = LimitedScheduler(LocalScheduler(made.paths.root), hold=slot, pace=slot)
+    with pytest.raises(SchedulerError):
+        limited.submit(make_job_spec(made.run, made.paths, made.profile, "learner-0", 1))
+    assert held == []
 
 
 # --- prefect.yaml --------------------------------------------------------------------------------------------------------
