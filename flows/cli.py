@@ -102,7 +102,7 @@ def run(
     """Trains a recipe and supervises it until it is done."""
     from cluster.profile import load_cluster
     from cluster.schedulers import make_scheduler
-    from flows.display import Display
+    from flows.display import Display, miles_command
     from flows.launch import Hooks, supervise
     from miles_core.recipe import load_recipe
     from miles_core.run import read_run
@@ -123,9 +123,9 @@ def run(
     with display:
         closed = supervise(paths, profile, Hooks(display.progress, display.incident), takeover=takeover)
     if closed is None:
-        again = ["miles", "run", recipe, "--cluster", cluster, "--run-id", name]
+        again = [miles_command(), "run", recipe, "--cluster", cluster, "--run-id", name]
         again += [part for setting in settings for part in ("--set", setting)]
-        print(f"left; the jobs go on. Continue: {shlex.join(again)}\nEnd: miles cancel {shlex.quote(str(paths.root))}")
+        print(f"left; the jobs go on. Continue: {shlex.join(again)}\nEnd: {again[0]} cancel {shlex.quote(str(paths.root))}")
         raise typer.Exit(130)
     run_config, paths = read_run(paths.root)
     display.show_summary(write_summary(run_config, paths), paths)

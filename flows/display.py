@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +33,11 @@ _STALL_S = 20.0
 """Without a step for this long, a line also says what the roles do."""
 
 
+def miles_command() -> str:
+    """How the command can be typed here: by name, or by the path of this environment."""
+    return "miles" if shutil.which("miles") else str(Path(sys.executable).with_name("miles"))
+
+
 class Display:
     """Live display of one run; `progress` and `incident` are the supervisor's hooks."""
 
@@ -58,7 +65,7 @@ class Display:
     def show_run(self, paths: RunPaths, cluster: str) -> None:
         """Where everything is, before the run starts."""
         self._console.print(
-            f"run {self._run_id} on {cluster}\n  directory {paths.root}\n  logs      miles logs -f {paths.root}"
+            f"run {self._run_id} on {cluster}\n  directory {paths.root}\n  logs      {miles_command()} logs -f {paths.root}"
         )
 
     def __enter__(self) -> Self:
@@ -95,7 +102,7 @@ class Display:
     def show_summary(self, summary: dict[str, Any], paths: RunPaths) -> None:
         """The last lines of `miles run`."""
         self._console.print(summary_text(summary))
-        self._console.print(f"  summary  {paths.summary}\n  prove it miles verify {paths.root}")
+        self._console.print(f"  summary  {paths.summary}\n  prove it {miles_command()} verify {paths.root}")
 
 
 def _line(progress: Progress, *, tell_roles: bool = False) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.paths import RunPaths
+from miles_core.tracking.summary import summarize
 from tests.e2e.runs import (
     kill_role,
     ledger_of,
@@ -111,6 +113,34 @@ def test_a_killed_learner_replays_to_the_same_bytes_and_nobody_else_is_touched(t
     replayed = digests_by_step(root)
     assert any(len(digests) == 2 for digests in replayed.values()), "the successor replayed nothing"
     assert all(len(set(digests)) == 1 for digests in replayed.values())
+
+
+def test_every_role_is_killed_in_turn_and_only_it_is_started_again(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "killed"
+    victims = ("rollout-0", "orchestrator-0", "grader-0", "learner-0", "evaluator-0")
+    first = start_miles(tmp_path, *short_run_arguments("killed", "steps=2000", "learner.checkpoint_every=10"))
+    wait_for_step(root, 2)
+    for victim in victims:
+        before = job_ids(root)
+        step = ledger_of(root)[2].steps.newest_step
+        kill_role(root, victim)
+        wait_for(
+            f"a successor of {victim}", lambda victim=victim, before=before: len(job_ids(root)[victim]) > len(before[victim])
+        )
+        wait_for_step(root, step + 5)
+        after = job_ids(root)
+        assert len(after.pop(victim)) == len(before.pop(victim)) + 1
+        assert after == before
+    cancelled = miles(tmp_path, "cancel", str(root))
+    assert "CANCELLED" in cancelled.stdout, cancelled.stdout + cancelled.stderr
+    first.wait(timeout=60)
+    verified = miles(tmp_path, "verify", str(root))
+    assert verified.returncode == 0, verified.stdout
+
+
+def job_ids(root: Path) -> dict[str, list[str]]:
+    """Job ids of every role so far, from the supervisor's journal."""
+    return {f"{job['role']}-{job['replica']}": job["job_ids"] for job in summarize(ledger_of(root)[2], RunPaths(root))["jobs"]}
 
 
 def digests_by_step(root: Path) -> dict[int, list[str]]:
