@@ -194,7 +194,7 @@ def test_what_a_person_reads_after_ctrl_c_can_be_typed(
     monkeypatch.setattr(Supervisor, "run", leave_at_once)
     left = miles(*run_arguments(model, "--set", "rollout.pools=[{name: main, replicas: 2}]"))
     assert left.code == 130
-    again, end = [line.rpartition(": ")[2] for line in left.out.splitlines() if "Continue: " in line or "End: " in line]
+    again, end = [line.partition(mark)[2] for mark in ("Continue: ", "End: ") for line in left.out.splitlines() if mark in line]
     assert miles(*shlex.split(again)[1:]).code == 130, "the same recipe, settings and all"
     monkeypatch.setattr(Supervisor, "run", lambda self: leave_at_once(self) or RunClosed(state="CANCELLED"))
     monkeypatch.chdir(tmp_path.parent)
