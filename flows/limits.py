@@ -2,7 +2,7 @@
 
 `slurm-submit` (slots) is held during a submission; `slurm-query` (slots with decay) spaces queries. Both are courtesy: where
 a limit does not exist, is not granted in time, or the API is away, the call is made all the same; a run does not depend on
-Prefect. After trouble with the API it is left alone for a while, so that each tick does not wait for it.
+Prefect. A limit that does not exist, or whose API is in trouble, is left alone for a while, so that no tick waits for it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Slot = Callable[[str], AbstractContextManager[None]]
 
 def hold(name: str) -> AbstractContextManager[None]:
     """A slot of a limit while the call lasts."""
-    return concurrency(name, timeout_seconds=_GRANT_DEADLINE_S, raise_on_lease_renewal_failure=False)
+    return concurrency(name, timeout_seconds=_GRANT_DEADLINE_S, strict=True, raise_on_lease_renewal_failure=False)
 
 
 @contextmanager
 def pace(name: str) -> Iterator[None]:
     """A slot of a limit with decay: given back by time alone."""
-    rate_limit(name, timeout_seconds=_GRANT_DEADLINE_S)
+    rate_limit(name, timeout_seconds=_GRANT_DEADLINE_S, strict=True)
     yield
 
 
@@ -46,7 +46,7 @@ class LimitedScheduler:
         self, inner: Scheduler, *, hold: Slot = hold, pace: Slot = pace, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._inner, self._hold, self._pace, self._clock = inner, hold, pace, clock
-        self._alone_until_s = 0.0
+        self._alone_until_s = {SUBMIT: 0.0, QUERY: 0.0}
 
     def submit(self, spec: JobSpec) -> str:
         """As the inner one."""
@@ -69,7 +69,7 @@ class LimitedScheduler:
     def _slot(self, slot: Slot, name: str) -> ExitStack:
         """Entered already; what fails on leaving it is logged, too."""
         stack = ExitStack()
-        if self._clock() >= self._alone_until_s:
+        if self._clock() >= self._alone_until_s[name]:
             try:
                 context = slot(name)
                 context.__enter__()
@@ -86,5 +86,5 @@ class LimitedScheduler:
             self._leave_alone(name, error)
 
     def _leave_alone(self, name: str, error: Exception) -> None:
-        self._alone_until_s = self._clock() + _LEAVE_ALONE_S
-        log.warning("limit %s is not asked for during the next %g s: %s", name, _LEAVE_ALONE_S, error or type(error).__name__)
+        self._alone_until_s[name] = self._clock() + _LEAVE_ALONE_S
+        log.info("limit %s is not asked for during the next %g s: %s", name, _LEAVE_ALONE_S, error or type(error).__name__)
