@@ -102,7 +102,8 @@ class Display:
     def show_summary(self, summary: dict[str, Any], paths: RunPaths) -> None:
         """The last lines of `miles run`."""
         self._console.print(summary_text(summary))
-        self._console.print(f"  summary  {paths.summary}\n  prove it {miles_command()} verify {paths.root}")
+        self._console.print(f"  directory {paths.root}\n  summary   {paths.summary}\n  report    {paths.report}")
+        self._console.print(f"  prove it  {miles_command()} verify {paths.root}")
 
 
 def _line(progress: Progress, *, tell_roles: bool = False) -> str:

@@ -164,7 +164,7 @@ class PrefectReporter:
         create_table_artifact(rows, key=self._key("jobs"), description=f"Jobs of {self._run.run_id}")
 
     def _summary_text(self, summary: dict[str, Any]) -> str:
-        report = self._paths.reports.resolve() / "index.html"
+        report = self._paths.report.resolve()
         return (
             f"# {self._run.run_id}\n\n```\n{summary_text(summary)}\n```\n\nReport: [{report}]({report.as_uri()})\n\n"
             f"Proof: `miles verify {self._paths.root.resolve()}`\n"

@@ -55,7 +55,7 @@ class Pulse:
         try:
             self._leases.refresh()
         except FileNotFoundError:
-            pass
+            log.debug("%s: no lease yet", self.paths.root)
         except OSError as error:
             log.warning("%s: leases not listed: %s", self.paths.root, error)
             return self.verdict

@@ -56,6 +56,11 @@ class RunPaths:
         return self.reports / "summary.json"
 
     @property
+    def report(self) -> Path:
+        """The run on one page."""
+        return self.reports / "index.html"
+
+    @property
     def cancel_request(self) -> Path:
         """Its presence asks the supervisor to cancel the run."""
         return self.root / "supervisor" / "cancel_requested"

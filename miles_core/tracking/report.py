@@ -32,7 +32,7 @@ def write_report(run: RunConfig, paths: RunPaths) -> Path:
     """Builds the page, publishes it and returns its path. OSError."""
     ledger = read_ledger(run, paths)
     data = collect(ledger, paths, summarize(ledger, paths))
-    path = paths.reports / "index.html"
+    path = paths.report
     publish_bytes(FileSystem(), path, render(data, paths).encode(), Durability.RENAMED)
     return path
 
