@@ -158,19 +158,22 @@ def poll_together(reading: Reading, readers: Sequence[PolledReader]) -> list[lis
 
     A reader whose files cannot be read now delivers at a later poll. OSError when the leases cannot be listed.
     """
+    errors: list[OSError] = []
     for reader in readers:
         try:
             reader.pull()
         except OSError as error:
-            log.warning("journal not read, next poll tries again: %s", error)
+            errors.append(error)
     reading.leases.refresh()
     delivered: list[list[Delivered]] = []
     for reader in readers:
         try:
             delivered.append(reader.act())
         except OSError as error:
-            log.warning("journal not read, next poll tries again: %s", error)
+            errors.append(error)
             delivered.append([])
+    if errors:
+        log.warning("%d of %d journals not read, next poll tries again: %s", len(errors), len(readers), errors[0])
     return delivered
 
 
