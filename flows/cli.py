@@ -53,9 +53,6 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
     except OSError as error:
         print(f"miles: {_explain(error)}", file=sys.stderr)
         sys.exit(1)
@@ -173,7 +170,7 @@ def logs(
 def cancel(run: RunName) -> None:
     """Ends a run: all its jobs are cancelled, what it wrote stays."""
     from cluster.epoch import read_closed, read_cluster
-    from flows.launch import Hooks, supervise
+    from flows.launch import Hooks, request_cancel, supervise
     from miles_core.run import read_run
 
     run_config, paths = read_run(find_run(run))
@@ -181,8 +178,7 @@ def cancel(run: RunName) -> None:
     if closed is not None:
         print(f"run {run_config.run_id} is already {closed.state}")
         return
-    paths.cancel_request.parent.mkdir(parents=True, exist_ok=True)
-    paths.cancel_request.touch()
+    request_cancel(paths)
     print(f"asked run {run_config.run_id} to end", flush=True)
     try:
         closed = supervise(paths, read_cluster(run_config), Hooks(), unreachable_s=CANCEL_DEADLINE_S)

@@ -37,6 +37,12 @@ class Hooks:
     on_incident: Callable[[Incident], None] = lambda incident: None
 
 
+def request_cancel(paths: RunPaths) -> None:
+    """Asks the run's supervisor, this or the next one, to end it."""
+    paths.cancel_request.parent.mkdir(parents=True, exist_ok=True)
+    paths.cancel_request.touch()
+
+
 def supervise(
     paths: RunPaths,
     profile: ClusterProfile,

@@ -28,7 +28,7 @@ from prefect.runtime import flow_run
 
 from cluster.epoch import read_closed
 from cluster.profile import ClusterProfile, load_cluster
-from flows.launch import supervise
+from flows.launch import request_cancel, supervise
 from flows.limits import LimitedScheduler
 from flows.prefect_report import API_ERRORS, RUN_DIR_LABEL, PrefectReporter
 from miles_core.errors import MilesError
@@ -108,12 +108,6 @@ def host(run: RunConfig, paths: RunPaths, profile: ClusterProfile) -> str:
     if closed.state != "COMPLETED":
         raise MilesError(f"run {run.run_id} ended as {closed.state}: {closed.detail}")
     return str(paths.root)
-
-
-def request_cancel(paths: RunPaths) -> None:
-    """What `miles cancel` leaves for the supervisor."""
-    paths.cancel_request.parent.mkdir(parents=True, exist_ok=True)
-    paths.cancel_request.touch()
 
 
 def is_cancelled(run: FlowRun) -> bool:
