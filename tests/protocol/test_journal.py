@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from miles_core.errors import JournalCorrupt, LeaseLost
-from miles_core.recipe import Closed
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import (
-    AttemptTail,
-    Frame,
     JournalWriter,
     decode_frame,
     encode_frame,
@@ -24,69 +17,20 @@ from miles_core.store.journal import (
     list_segments,
     segment_name,
 )
-from tests.protocol.faulty_fs import PROPERTY, FakeClock, Fault, FaultyFS, Server
-
-FOLDER = Path("/run/journal")
-VISIBILITY_S = 10.0
-
-
-class Note(Closed):
-    """Any record."""
-
-    number: int
-    text: str = ""
-
-
-def payload(number: int, text: str = "") -> bytes:
-    """A Note as it stands in the journal."""
-    return Note(number=number, text=text).model_dump_json().encode()
-
-
-def writer(fs: FileSystem, folder: Path = FOLDER, **options: Any) -> JournalWriter:
-    """Attempt 1 of one writer."""
-    return JournalWriter(fs, folder, run_id="r", writer="learner-0", attempt=1, token="t", **options)
-
-
-def tail(fs: FaultyFS) -> AttemptTail:
-    """A new reader of that attempt."""
-    return AttemptTail(fs, FOLDER, 1, visibility_s=VISIBILITY_S, clock=fs.clock)
-
-
-def read_all(reader: AttemptTail) -> list[bytes]:
-    """Payloads up to the end of what is visible."""
-    found: list[Frame] = []
-    while frames := reader.read(list_now=True):
-        found += frames
-    return [frame.payload for frame in found]
-
-
-def numbers(fs: FaultyFS) -> list[int]:
-    """Numbers of all notes that a new reader on that node finds."""
-    return [Note.model_validate_json(found).number for found in read_all(tail(fs))]
-
-
-def nodes(**options: Any) -> tuple[Server, FaultyFS, FaultyFS]:
-    """A server, the writer's node and another node."""
-    server = Server(FakeClock(), VISIBILITY_S, **options)
-    return server, server.node("writer"), server.node("reader")
-
-
-def replace_bytes(server: Server, segment: int, content: bytes) -> None:
-    """Somebody changes a segment, visible at once."""
-    server.clock.advance(VISIBILITY_S)
-    file = server.current(FOLDER / segment_name(1, segment))
-    assert file is not None
-    server.content(file, "")
-    file.settled[:] = content
-    file.size = len(content)
-
-
-def bytes_of(server: Server, segment: int) -> bytes:
-    """A segment's bytes on the server."""
-    file = server.current(FOLDER / segment_name(1, segment))
-    assert file is not None
-    return server.content(file, "writer")
-
+from tests.protocol.faulty_fs import FakeClock, Fault, Server
+from tests.protocol.journal_world import (
+    FOLDER,
+    VISIBILITY_S,
+    Note,
+    bytes_of,
+    nodes,
+    numbers,
+    payload,
+    read_all,
+    replace_bytes,
+    tail,
+    writer,
+)
 
 # --- frames ----------------------------------------------------------------------------------------------------------
 
@@ -441,84 +385,3 @@ def test_an_idle_reader_lists_its_folder_once_in_visibility_s() -> None:
         reader.read()
     assert other.calls["read"] - before["read"] == 100
     assert other.calls["listdir"] - before["listdir"] <= 2
-
-
-# --- property --------------------------------------------------------------------------------------------------------
-
-
-class JournalMachine(RuleBasedStateMachine):
-    """One writer, three readers, any faults: every reader reads what was appended, in order, once, and all that was flushed."""
-
-    @initialize(seed=st.integers(0, 2**32), holes=st.booleans())
-    def start(self, seed: int, holes: bool) -> None:
-        self.server = Server(FakeClock(), VISIBILITY_S, seed=seed, holes=holes)
-        self.fs = self.server.node("writer")
-        self.readers = [tail(self.server.node(name)) for name in ("a", "b", "writer")]
-        self.found: list[list[bytes]] = [[] for _ in self.readers]
-        self.appended: list[bytes] = []
-        self.journal = writer(self.fs, clock=self.fs.clock)
-
-    @rule(length=st.sampled_from([0, 3, 200]), count=st.integers(1, 4))
-    def append(self, length: int, count: int) -> None:
-        for _ in range(count):
-            note = Note(number=len(self.appended), text="z" * length)
-            self.journal.append(note)
-            self.appended.append(note.model_dump_json().encode())
-
-    @rule(
-        operation=st.sampled_from(["append", "sync", "mkdir"]),
-        later=st.booleans(),
-        fault=st.sampled_from([Fault.ERROR, Fault.FULL, Fault.SHORT, Fault.ZEROS, Fault.UNREPORTED, Fault.HANG, Fault.STOP]),
-    )
-    def fail_next(self, operation: str, later: bool, fault: Fault) -> None:
-        self.fs.fail(operation, *([None] if later else []), fault)
-
-    @rule()
-    def flush(self) -> None:
-        try:
-            self.journal.flush()
-        except OSError:
-            assert self.journal.synced_bytes <= self.journal.bytes
-        else:
-            assert self.journal.synced_bytes == self.journal.bytes
-
-    @rule(index=st.integers(0, 2), fault=st.sampled_from([None, None, Fault.STALE, Fault.HANG, Fault.STOP]))
-    def read(self, index: int, fault: Fault | None) -> None:
-        reader = self.readers[index]
-        if fault is not None:
-            reader._fs.fail("read", fault)  # type: ignore[attr-defined]
-        self._read(index)
-
-    @rule(share=st.sampled_from([0.01, 0.3, 1.0, 3.0]))
-    def wait(self, share: float) -> None:
-        self.server.clock.advance(share * VISIBILITY_S)
-
-    def _read(self, index: int) -> bool:
-        try:
-            frames = self.readers[index].read()
-        except OSError:
-            return True
-        self.found[index] += [frame.payload for frame in frames]
-        return bool(frames)
-
-    @invariant()
-    def readers_hold_prefixes(self) -> None:
-        for found in getattr(self, "found", []):
-            assert found == self.appended[: len(found)]
-
-    def teardown(self) -> None:
-        if not hasattr(self, "journal"):
-            return
-        self.fs.heal()
-        self.journal.flush()
-        for _ in range(30):
-            self.server.clock.advance(VISIBILITY_S)
-            if not any([self._read(index) for index in range(3)]):
-                break
-        for index, reader in enumerate(self.readers):
-            assert self.found[index] == self.appended
-            assert (reader.bytes, reader.hash) == (self.journal.bytes, self.journal.hash)
-
-
-def test_every_record_is_read_once_in_order_by_every_reader_whatever_fails() -> None:
-    run_state_machine_as_test(JournalMachine, settings=settings(PROPERTY, max_examples=150, stateful_step_count=30))
