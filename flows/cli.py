@@ -235,6 +235,22 @@ def report(run: RunName) -> None:
 
 
 @app.command()
+def export(
+    run: RunName,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make; it must not exist yet.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Policy version to export; the newest without it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Writes a policy version as a model folder in Hugging Face layout, with a model card; also while the run goes on."""
+    from miles_core.export import export_version
+    from miles_core.run import read_run
+
+    run_config, paths = read_run(find_run(run))
+    record = export_version(run_config, paths, folder.expanduser().absolute(), step)
+    print(json.dumps(record, indent=2) if as_json else f"{folder}: version {record['step']} of {record['run_id']}")
+
+
+@app.command()
 def jobs(recipe: RecipeName, cluster: ClusterName = "local", settings: Settings = []) -> None:  # noqa: B006
     """Prints the exact job scripts of a recipe on a cluster; submits nothing."""
     from cluster.profile import load_cluster
