@@ -1,4 +1,4 @@
-"""Makes a small base model from nothing: a tokenizer, a 3-layer Qwen3, and a warm-up on demonstrations.
+"""Makes a small base model from nothing: a tokenizer, a 3-layer Qwen3 (dense or with experts), a warm-up on demonstrations.
 
 The warm-up has two phases of supervised training. Clean demonstrations teach the syntax and the copying of operands and
 results; a careless demonstrator then blurs the policy, so that reinforcement learning has something to gain: the skill is
@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_core.environments import calculator, reasoning_gym
 from miles_core.environments.base import Message
@@ -33,7 +33,9 @@ from miles_core.store.publish import temp_path
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+    Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 Progress = Callable[[str, float], None]
 
@@ -64,6 +66,13 @@ class WarmUp:
     key_value_heads: int = 2
     head_dim: int = 24
     mlp: int = 192
+    """Width of the dense MLP of every layer ..."""
+    experts: int = 0
+    """... or so many experts in its place; 0 = dense."""
+    experts_per_token: int = 4
+    """Experts that the router chooses for a token."""
+    expert_mlp: int = 64
+    """Width of one expert."""
     init_range: float = 0.1
     """About 1/sqrt(hidden). At Hugging Face's default 0.02 a model this narrow learns to copy 2-3 times later."""
     clean_steps: int = 400
@@ -84,7 +93,7 @@ class WarmUp:
     """Expressions with more characters are long."""
 
 
-WARM_UPS: dict[str, WarmUp] = {"chain_sum": WarmUp()}
+WARM_UPS: dict[str, WarmUp] = {"chain_sum": WarmUp(), "chain_sum_moe": WarmUp(experts=16)}
 
 
 def ensure_base_model(name: str, environment: EnvironmentSpec, cache: Path, *, progress: Progress | None = None) -> Path:
@@ -244,9 +253,7 @@ def _cut(expression: str) -> str:
 # Warm-up
 
 
-def warm_up(
-    settings: WarmUp, demonstrator: Demonstrator, tokenizer: PreTrainedTokenizerFast, progress: Progress
-) -> Qwen3ForCausalLM:
+def warm_up(settings: WarmUp, demonstrator: Demonstrator, tokenizer: PreTrainedTokenizerFast, progress: Progress) -> Model:
     """A fresh model trained on clean, then on careless demonstrations: AdamW, linear ramp, cosine to 10 %."""
     import torch
 
@@ -271,25 +278,35 @@ def warm_up(
     return model
 
 
-def _fresh_model(settings: WarmUp, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def _fresh_model(settings: WarmUp, tokenizer: PreTrainedTokenizerFast) -> Model:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=settings.hidden,
-            intermediate_size=settings.mlp,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.heads,
-            num_key_value_heads=settings.key_value_heads,
-            head_dim=settings.head_dim,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            initializer_range=settings.init_range,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            dtype="float32",
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden,
+        "intermediate_size": settings.mlp,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.key_value_heads,
+        "head_dim": settings.head_dim,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "initializer_range": settings.init_range,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    if not settings.experts:
+        return Qwen3ForCausalLM(Qwen3Config(**shape))
+    # Experts run as grouped_mm, the library's default; batched_mm copies their weights for every token: 25 times slower here.
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **shape,
+            num_experts=settings.experts,
+            num_experts_per_tok=settings.experts_per_token,
+            moe_intermediate_size=settings.expert_mlp,
+            norm_topk_prob=True,
         )
     )
 
@@ -299,9 +316,7 @@ def _schedule(step: int, steps: int, ramp_steps: int) -> float:
     return ramp * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
 
 
-def _update(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rows: Sequence[tuple[list[int], list[bool]]], pad: int
-) -> None:
+def _update(model: Model, optimizer: torch.optim.Optimizer, rows: Sequence[tuple[list[int], list[bool]]], pad: int) -> None:
     """One step of next-token loss on the assistant's tokens. Right padding needs no attention mask: nothing sees it."""
     import torch
 

@@ -32,7 +32,9 @@ from miles_core.environments.calculator import calculate, tool_call
 from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
 from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
+from miles_core.records import Version
 from miles_core.rollout.session import ChatRenderer
+from miles_core.rollout.torch_engine import TorchEngine
 
 OPTIONS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
 ENVIRONMENT = EnvironmentSpec(family="chain_sum", options=OPTIONS, tool="calculator", max_turns=3)
@@ -164,6 +166,29 @@ def test_two_builds_give_the_same_bytes_and_load(tmp_path: Path) -> None:
     assert ChatRenderer(AutoTokenizer.from_pretrained(tmp_path / "a")).end_id == model.config.eos_token_id
 
 
+def test_a_warm_up_with_experts_makes_a_mixture(tmp_path: Path) -> None:
+    mixture = replace(SMALL, experts=4, experts_per_token=2, expert_mlp=16)
+    build(mixture, ENVIRONMENT, tmp_path / "a", lambda stage, share: None)
+    build(mixture, ENVIRONMENT, tmp_path / "b", lambda stage, share: None)
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    config = model.config
+    assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 4, 2) and config.norm_topk_prob
+    assert model.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 2 * 16, 32)
+    assert config._experts_implementation in ("grouped_mm", "eager"), "batched_mm is many times slower"
+    check_engine(model, tmp_path / "a")
+
+
+def check_engine(model: torch.nn.Module, folder: Path) -> None:
+    """The rollout engine takes the model, and forward passes agree."""
+    engine = TorchEngine.from_folder(folder, dtype="float32", end_id=0, slots=1, max_tokens=32, version=Version(0, 0))
+    ids = [9, 30, 7, 8, 12]
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], dim=-1)
+    expected = expected.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert torch.allclose(torch.from_numpy(engine.logprobs([ids])[0]), expected, atol=1e-5)
+
+
 def test_the_warm_up_teaches_the_syntax(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """After 40 steps the first word of a turn is a call."""
     build(
@@ -225,7 +250,7 @@ def test_the_key_follows_the_tasks_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("chainsum", {}, "there are: chain_sum"),
+        ("chainsum", {}, "there are: chain_sum, chain_sum_moe"),
         ("chain_sum", {"family": "spell_backward"}, "family='spell_backward'"),
         ("chain_sum", {"tool": "none", "max_turns": 1}, "tool='none'"),
         ("chain_sum", {"max_turns": 1}, "max_turns=1"),
@@ -235,3 +260,4 @@ def test_a_warm_up_that_does_not_fit_is_refused(name: str, changes: dict[str, ob
     with pytest.raises(RecipeError, match=message):
         find_warm_up(name, ENVIRONMENT.model_copy(update=changes))
     assert find_warm_up("chain_sum", ENVIRONMENT) is WARM_UPS["chain_sum"]
+    assert find_warm_up("chain_sum_moe", ENVIRONMENT).experts == 16
