@@ -1,4 +1,4 @@
-"""The job of one attempt, what identifies it, and the end of its log."""
+"""The job of one attempt, what identifies it, which live, and the end of its log."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 from cluster.profile import ClusterProfile, Role
-from cluster.scheduler import JobSpec, attempt_token
+from cluster.scheduler import JobSpec, JobView, Phase, Scheduler, attempt_token
+from miles_core.errors import SchedulerError
 from miles_core.paths import RunPaths
 from miles_core.records import split_writer
-from miles_core.run import RunConfig, rollout_writers
+from miles_core.run import RunConfig, all_writers, rollout_writers
 
 ROLE_ENV = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::SyntaxWarning", "PYTHONDONTWRITEBYTECODE": ""}
 """Libraries' progress bars and warnings about their own source say nothing in a log; compiled modules are kept, else every role
@@ -21,6 +22,18 @@ _TAIL_BYTES = 64 << 10
 def token_of(run: RunConfig, writer: str, attempt: int) -> str:
     """The token of one attempt of this very run: a run that had the same id before, or has it elsewhere, has other tokens."""
     return attempt_token(f"{run.run_id}@{run.created_s!r}", writer, attempt)
+
+
+def live_jobs(run: RunConfig, scheduler: Scheduler) -> tuple[JobView, ...]:
+    """All jobs of this very run that have not ended. Raises SchedulerError if the scheduler does not say."""
+    snapshot = scheduler.snapshot(run.run_id)
+    if not snapshot.ok:
+        raise SchedulerError(f"the jobs of {run.run_id} are not known: {snapshot.error}", transient=True)
+    writers = set(all_writers(run.recipe))
+    return tuple(
+        job for job in snapshot.jobs
+        if job.phase is not Phase.ENDED and job.writer in writers and job.token == token_of(run, job.writer, job.attempt)
+    )  # fmt: skip
 
 
 def make_job_spec(
