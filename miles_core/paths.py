@@ -21,6 +21,16 @@ class RunPaths:
         return self.root / "run.json"
 
     @property
+    def provenance(self) -> Path:
+        """What the run was made from."""
+        return self.root / "provenance.json"
+
+    @property
+    def dirty_diff(self) -> Path:
+        """What the code snapshot has and its git commit has not."""
+        return self.root / "provenance.diff"
+
+    @property
     def code(self) -> Path:
         """Snapshot of the code that the jobs run."""
         return self.root / "code"

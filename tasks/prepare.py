@@ -24,9 +24,11 @@ from cluster.profile import ClusterProfile
 from miles_core.errors import RecipeError, RunDirectoryError
 from miles_core.paths import RunPaths, check_trusted
 from miles_core.recipe import EnvironmentSpec, Recipe
+from miles_core.records import FileDigest
 from miles_core.run import RunConfig, read_run
 from miles_core.store.fs import FileSystem
-from miles_core.store.publish import digest_file, publish_exclusive, temp_path
+from miles_core.store.publish import publish_exclusive, temp_path
+from tasks.provenance import gather, model_files, weights_digest
 
 log = logging.getLogger("miles")
 
@@ -133,11 +135,20 @@ def _make_run(paths: RunPaths, recipe: Recipe, profile: ClusterProfile, run_id: 
     _ensure_base_copy(paths, base_model)
     for folder in (paths.leases, paths.heartbeats, paths.done("x").parent, paths.cancel_request.parent, paths.reports):
         folder.mkdir(parents=True, exist_ok=True)
+    files, digest = model_files(paths.base_model), code_digest(paths.code)
+    _record_provenance(paths, recipe, files, is_snapshot=digest == source_digest())
     run = RunConfig(
         run_id=run_id, recipe=recipe, timing=profile.timing, cluster=json.loads(profile.model_dump_json()),
-        code_digest=code_digest(paths.code), base_model_digest=weights_file_digest(paths.base_model), created_s=time.time(),
+        code_digest=digest, base_model_digest=weights_digest(files), created_s=time.time(),
     )  # fmt: skip
     publish_exclusive(FileSystem(), paths.run_file, run.model_dump_json(indent=2).encode())
+
+
+def _record_provenance(paths: RunPaths, recipe: Recipe, files: tuple[FileDigest, ...], *, is_snapshot: bool) -> None:
+    record, diff = gather(recipe.environment, files, SOURCE, source_files(), is_snapshot=is_snapshot)
+    if diff:
+        publish_exclusive(FileSystem(), paths.dirty_diff, diff.encode())
+    publish_exclusive(FileSystem(), paths.provenance, record.model_dump_json(indent=2).encode())
 
 
 def _check_same(paths: RunPaths, recipe: Recipe, profile: ClusterProfile) -> None:
@@ -192,9 +203,19 @@ def _rename_unless_there(temp: Path, folder: Path) -> None:
 
 def code_digest(code: Path) -> str:
     """xxh3-128 over names and contents of a code snapshot."""
+    return _digest(code, sorted(path.relative_to(code) for path in code.rglob("*") if path.is_file()))
+
+
+def source_digest() -> str:
+    """What code_digest of a snapshot taken now would be."""
+    return _digest(SOURCE, source_files())
+
+
+def _digest(folder: Path, names: list[Path]) -> str:
     state = xxhash.xxh3_128()
-    for path in sorted(path for path in code.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
-        state.update(str(path.relative_to(code)).encode() + b"\0" + path.read_bytes())
+    for name in names:
+        if "__pycache__" not in name.parts:
+            state.update(str(name).encode() + b"\0" + (folder / name).read_bytes())
     return state.hexdigest()
 
 
@@ -209,14 +230,3 @@ def _ensure_base_copy(paths: RunPaths, base_model: Path) -> None:
     else:
         with contextlib.suppress(FileExistsError):
             os.symlink(base_model.resolve(), paths.base_model)
-
-
-def weights_file_digest(folder: Path) -> str:
-    """xxh3-128 over names and digests of a model folder's weight files. Raises RecipeError when there are none."""
-    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.gguf"))
-    if not files:
-        raise RecipeError(f"{folder} has no *.safetensors (or *.gguf) file: it is not a model folder")
-    state = xxhash.xxh3_128()
-    for path in files:
-        state.update(f"{path.name} {digest_file(path)}\n".encode())
-    return state.hexdigest()

@@ -26,6 +26,7 @@ from miles_core.errors import LeaseLost, MilesError
 from miles_core.paths import RunPaths
 from miles_core.records import Cuts, Done, Version
 from miles_core.run import RunConfig, read_run
+from miles_core.runtime.machine import read_machine
 from miles_core.store.follow import Follower, Reading, cut_predecessors
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
@@ -79,8 +80,9 @@ class RoleContext:
     def start(self) -> None:
         """Takes the lease and starts the heartbeat. Raises LeaseLost."""
         self.leases.acquire(
-            self.writer, self.attempt, self.token, host=socket.gethostname(), pid=os.getpid(), job_id=self.job_id
-        )
+            self.writer, self.attempt, self.token, host=socket.gethostname(), pid=os.getpid(), job_id=self.job_id,
+            machine=read_machine(),
+        )  # fmt: skip
         self.fs.mkdir(self.paths.heartbeats)
         self._try_to_beat()
         self._beater = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import ValidationError
 
@@ -38,6 +38,27 @@ lease_s: its bytes come at most 1/3 late (lease_s >= 3 x visibility_s), a shorte
 and behind that pause are 2/8: together 11/12."""
 
 
+UNKNOWN: Final = "UNKNOWN"
+"""A fact that could not be had, as records say it."""
+
+
+class Machine(Closed):
+    """Where an attempt runs, for people."""
+
+    kernel: str = UNKNOWN
+    libc: str = UNKNOWN
+    cpu: str = UNKNOWN
+    """Model name."""
+    cpus: float = 0
+    """CPUs that affinity and cgroup leave; 0 = unknown."""
+    gpus: tuple[str, ...] = ()
+    """Model of every GPU of this host, as the NVIDIA driver lists them."""
+    gpus_visible: str = ""
+    """CUDA_VISIBLE_DEVICES."""
+    nodes: str = ""
+    """SLURM_JOB_NODELIST, as Slurm gives it: where the ranks of a job of several nodes are."""
+
+
 class Lease(Closed):
     """Content of a lease file."""
 
@@ -51,6 +72,7 @@ class Lease(Closed):
     host: str = ""
     pid: int = 0
     job_id: str = ""
+    machine: Machine | None = None
 
 
 class Heartbeat(Closed):
@@ -92,6 +114,10 @@ class LeaseFolder:
         """Highest attempt seen so far; 0 if none."""
         return self._attempts.get(writer, [0])[-1]
 
+    def writers(self) -> list[str]:
+        """Every writer with a lease seen so far, sorted."""
+        return sorted(self._attempts)
+
     def attempts(self, writer: str) -> list[int]:
         """All attempts seen so far, ascending."""
         return list(self._attempts.get(writer, []))
@@ -113,11 +139,14 @@ class LeaseFolder:
         except ValidationError as error:
             raise OSError(errno.EAGAIN, "the lease is not whole (yet)", str(path)) from error
 
-    def acquire(self, writer: str, attempt: int, token: str, *, host: str = "", pid: int = 0, job_id: str = "") -> Lease:
+    def acquire(
+        self, writer: str, attempt: int, token: str, *, host: str = "", pid: int = 0, job_id: str = "",
+        machine: Machine | None = None,
+    ) -> Lease:  # fmt: skip
         """Takes the lease of one attempt. Raises LeaseLost: `twin` (another process holds it) or `superseded`."""
         lease = Lease(
             run_id=self._run_id, writer=writer, attempt=attempt, token=token, nonce=secrets.token_hex(8),
-            host=host, pid=pid, job_id=job_id,
+            host=host, pid=pid, job_id=job_id, machine=machine,
         )  # fmt: skip
         if not publish_exclusive(self._fs, self._path(writer, attempt), lease.model_dump_json().encode()):
             self._check_mine(lease)

@@ -17,6 +17,7 @@ from miles_core.run import RunConfig
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import Durability, publish_bytes
 from miles_core.tracking.ledger import read_ledger
+from miles_core.tracking.machines import read_leases
 from miles_core.tracking.report_charts import figure, number
 from miles_core.tracking.report_data import ReportData, collect
 from miles_core.tracking.report_figures import all_figures
@@ -45,7 +46,7 @@ def render(data: ReportData, paths: RunPaths) -> str:
         _header(data), _tiles(data), *_chart_sections(data),
         "<h2>Who worked when</h2>", lanes_section(data),
         '<div class="two"><section><h2>Groups</h2>', drops_table(data),
-        "</section><section><h2>Jobs</h2>", jobs_table(data), "</section></div>",
+        "</section><section><h2>Jobs</h2>", jobs_table(data, read_leases(run, paths)), "</section></div>",
         "<h2>Incidents</h2>", incidents_table(data),
         "<h2>Sampled trajectories</h2>", samples_section(data.ledger, paths),
         _provenance(run),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from miles_core.records import DROP_REASONS, Incident, split_writer
 from miles_core.run import all_writers
+from miles_core.store.lease import Lease
+from miles_core.tracking.machines import place_text
 from miles_core.tracking.report_charts import number, ticks
 from miles_core.tracking.report_data import Lane, ReportData
 from miles_core.tracking.summary import Span
@@ -127,8 +129,8 @@ def drops_table(data: ReportData) -> str:
     return table(head, cells, numeric=(1, 2), kind="groups")
 
 
-def jobs_table(data: ReportData) -> str:
-    """Every writer with its attempts, job ids, and how earlier attempts ended."""
+def jobs_table(data: ReportData, leases: Mapping[str, Sequence[Lease]]) -> str:
+    """Every writer with its attempts, job ids, where it ran, and how earlier attempts ended."""
     ledger = data.ledger
     ends: dict[str, list[str]] = {}
     for end in ledger.job_ends:
@@ -138,11 +140,12 @@ def jobs_table(data: ReportData) -> str:
     for writer in all_writers(ledger.run.recipe):
         ids = dict.fromkeys(record.job_id for record in ledger.submitted[writer])
         state = "done" if writer in ledger.done else "open"
+        places = dict.fromkeys(map(place_text, leases.get(writer, ())))
         rows.append((
             html.escape(writer), str(len(ledger.intents[writer])), html.escape(", ".join(ids) or "-"), state,
-            html.escape("; ".join(ends.get(writer, [])) or "-"),
+            html.escape("; ".join(places) or "-"), html.escape("; ".join(ends.get(writer, [])) or "-"),
         ))  # fmt: skip
-    return table(("role", "attempts", "job ids", "state", "lost attempts"), rows, numeric=(1,))
+    return table(("role", "attempts", "job ids", "state", "where", "lost attempts"), rows, numeric=(1,))
 
 
 def incidents_table(data: ReportData) -> str:

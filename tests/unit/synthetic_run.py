@@ -38,7 +38,7 @@ from miles_core.records import (
 from miles_core.run import RunConfig, all_writers
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
-from miles_core.store.lease import LeaseFolder
+from miles_core.store.lease import LeaseFolder, Machine
 from miles_core.store.publish import digest_bytes
 from miles_core.trajectories.schema import Trajectory, Turn, VersionRun
 from miles_core.trajectories.shards import encode_shard
@@ -73,7 +73,8 @@ class SyntheticRun:
 
     def open(self, writer: str, attempt: int = 1) -> JournalWriter:
         """Takes a lease and opens the attempt's journal."""
-        self.leases.acquire(writer, attempt, f"{writer}.{attempt}")
+        machine = Machine(cpu="Fast CPU", cpus=8, gpus=("H200", "H200"))
+        self.leases.acquire(writer, attempt, f"{writer}.{attempt}", host=f"n{attempt}", machine=machine)
         folder = self.paths.journal(writer)
         journal = JournalWriter(
             self._fs, folder, run_id=self.run.run_id, writer=writer, attempt=attempt, token=f"{writer}.{attempt}"

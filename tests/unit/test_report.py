@@ -125,7 +125,7 @@ def test_drops_jobs_and_incidents_are_named(made: SyntheticRun) -> None:
     made.lose("rollout-0", "node n1 failed")
     page = page_of(made)
     assert re.search(r"dropped: stale</td><td[^>]*>1</td><td[^>]*>20.0%", page)
-    assert "a1: infrastructure (NODE_FAIL) on n1" in page and "103, 200" in page
+    assert "a1: infrastructure (NODE_FAIL) on n1" in page and "103, 200" in page and "n1 (Fast CPU, 8 CPUs, 2 x H200)" in page
     assert "Of dropped groups: 9 on average" in page
 
 
