@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from miles_core.errors import RecipeError
+from miles_core.learner import presets
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -132,12 +133,14 @@ class OrchestratorSpec(Closed):
 
 
 class LearnerSpec(Closed):
-    """GRPO on DeepSpeed."""
+    """Objective and optimizer, on DeepSpeed. docs/objectives.md has the objectives' formulas."""
 
     lr: float = Field(default=3e-4, ge=0)
     """AdamW learning rate after the ramp."""
     ramp_steps: int = Field(default=3, ge=0)
     """Training steps of linear warm-up."""
+    staleness_slowdown: float = Field(default=0.0, ge=0)
+    """a: a batch of staleness s is trained at lr / (1 + a s) (sources O17). 0: at lr."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW beta1."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -146,12 +149,36 @@ class LearnerSpec(Closed):
     """AdamW weight decay."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Global gradient norm bound."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """PPO ratio clip, lower side: 1 - clip_low."""
+    objective: presets.Objective = "grpo"
+    """Preset: gives the seven fields below their values where the recipe gives none (learner/presets.py)."""
+    advantage: presets.Advantage = "group_std"
+    """What a sample's reward is compared with (learner/advantages.py)."""
+    ratio: presets.Ratio = "token"
+    """Ratio of new to old policy of a token, or the geometric mean over its row."""
+    surrogate: presets.Surrogate = "clip"
+    """`clip`: PPO, a clipped token gives no gradient. `weight`: CISPO, it does, with the clipped ratio as its weight."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The ratio is clipped below at 1 - clip_low; 1: not at all."""
     clip_high: float = Field(default=0.28, gt=0)
-    """PPO ratio clip, upper side (clip-higher, DAPO): 1 + clip_high."""
-    tis_cap: float | None = Field(default=2.0, gt=0)
-    """C of truncated importance sampling (sources L2); null only with `max_staleness: 0`."""
+    """The ratio is clipped above at 1 + clip_high."""
+    aggregation: presets.Aggregation = "token_mean"
+    """How the tokens' losses become the loss of a minibatch."""
+    flat_groups: presets.FlatGroups = "counted"
+    """Groups without signal (all rewards equal) count in the mean's divisor, or are left out as if they had not been there."""
+    loss_divisor_tokens: int | None = Field(default=None, ge=1)
+    """Divisor of `aggregation: constant`. Default: the most tokens an episode of the recipe's environment can sample."""
+    correction: presets.Correction = "tis"
+    """How much a token sampled by an older policy counts (learner/corrections.py)."""
+    allow_uncorrected: bool = False
+    """Allows `correction: none` with asynchronous data, whose gradient is then biased."""
+    tis_cap: float = Field(default=2.0, gt=0)
+    """C of `correction: tis`."""
+    mis_low: float | None = Field(default=None, ge=0)
+    """`correction: mis_*`: weights under this become 0. Default by kind (learner/presets.py)."""
+    mis_high: float | None = Field(default=None, gt=0)
+    """`correction: mis_*`: weights over this become 0. Default by kind (learner/presets.py)."""
+    veto: float | None = Field(default=None, gt=0, lt=1)
+    """A row with a token whose weight is under this counts for nothing; 1e-4 is usual. Default: off."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer updates per batch; groups are split evenly."""
     microbatch: int = Field(default=64, ge=1)
@@ -160,6 +187,27 @@ class LearnerSpec(Closed):
     """Steps between checkpoints."""
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO stage; without one, it neither sums bfloat16 gradients in float32 nor reports the gradient norm."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_pieces(cls, fields: Any) -> Any:
+        return presets.resolve(fields) if isinstance(fields, dict) else fields
+
+    @model_validator(mode="after")
+    def _pieces_agree(self) -> Self:
+        if self.loss_divisor_tokens is not None and self.aggregation != "constant":
+            raise ValueError(
+                f"learner.loss_divisor_tokens is the divisor of aggregation: constant, but aggregation is {self.aggregation}; "
+                f"remove one of the two"
+            )
+        if self.correction not in presets.MIS_BOUNDS and (self.mis_low, self.mis_high) != (None, None):
+            raise ValueError(
+                f"learner.mis_low and mis_high are bounds of masked importance sampling, but correction is {self.correction}; "
+                f"set correction to mis_token, mis_sequence or mis_geometric, or remove them"
+            )
+        if self.mis_low is not None and self.mis_high is not None and self.mis_low >= self.mis_high:
+            raise ValueError(f"learner: mis_low={self.mis_low} must be under mis_high={self.mis_high}")
+        return self
 
 
 class PolicySpec(Closed):
@@ -218,11 +266,19 @@ class Recipe(Closed):
     """W&B."""
 
     @model_validator(mode="after")
+    def _fill_in_divisor(self) -> Self:
+        if self.learner.aggregation == "constant" and self.learner.loss_divisor_tokens is None:
+            most = min(self.environment.max_turns * self.environment.max_new_tokens, self.environment.max_tokens)
+            object.__setattr__(self, "learner", self.learner.model_copy(update={"loss_divisor_tokens": most}))
+        return self
+
+    @model_validator(mode="after")
     def _cross_rules(self) -> Self:
-        if self.learner.tis_cap is None and self.orchestrator.max_staleness > 0:
+        asynchronous = self.orchestrator.max_staleness > 0
+        if self.learner.correction == "none" and asynchronous and not self.learner.allow_uncorrected:
             raise ValueError(
-                "learner.tis_cap: null needs orchestrator.max_staleness: 0; asynchronous data without correction is biased. "
-                "Set tis_cap (2.0 is usual) or max_staleness: 0"
+                "learner.correction: none needs orchestrator.max_staleness: 0; asynchronous data without correction is biased. "
+                "Set correction (tis is usual) or max_staleness: 0, or say allow_uncorrected: true"
             )
         if self.orchestrator.prompts < self.learner.minibatches:
             raise ValueError(
