@@ -72,10 +72,11 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     if high <= low:
         return [low]
     raw = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(raw))
+    magnitude = math.floor(math.log10(raw))
+    power = 10.0**magnitude
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [round(index * step, 12 - magnitude) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def thinned(chart: Chart) -> Chart:

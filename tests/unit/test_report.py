@@ -213,6 +213,7 @@ def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 1) == [0, 0.25, 0.5, 0.75, 1]
     assert ticks(0, 78.6, 5) == [0, 20, 40, 60]
     assert ticks(3, 3) == [3]
+    assert ticks(0, 2.3e-13) == [0, 1e-13, 2e-13], "a mismatch of two equal policies is not zero"
 
 
 def test_moving_average_looks_back_only() -> None:
