@@ -64,10 +64,13 @@ def _inherited() -> dict[str, str]:
 
 
 def log_tail(paths: RunPaths, writer: str, attempt: int, lines: int = 20) -> str:
-    """The end of an attempt's newest log, for an error message; raises nothing that would hide that error."""
+    """The end of an attempt's newest log, for an error message; raises nothing that would hide that error.
+
+    Of several ranks the first one's log: it says which rank was lost, in the words of rank 0 or of srun.
+    """
     folder = paths.logs(writer, attempt)
     try:
-        files = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
+        files = sorted(folder.glob("*_0.out"), key=lambda path: path.stat().st_mtime)
         return _tail_of(files[-1], lines) if files else f"(no log in {folder})"
     except OSError as error:
         return f"(log in {folder} not readable: {error})"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from miles_core.recipe import Closed, Timing, explain, find_config, read_yaml
 
@@ -17,15 +17,22 @@ class Resources(Closed):
     partition: str | None = None
     """Slurm partition; null = the cluster's default."""
     nodes: int = Field(default=1, ge=1)
-    """Nodes per job."""
+    """Nodes per job; several only for the learner."""
+    tasks: int = Field(default=1, ge=1)
+    """Ranks per node, each a process; several only for the learner. One per GPU where there are GPUs."""
     cpus: int = Field(default=1, ge=1)
-    """CPUs per task; also the threads of torch in that role."""
+    """CPUs per rank; also the threads of torch in it."""
     gpus: int = Field(default=0, ge=0)
     """GPUs per node."""
     mem_mb: int | None = Field(default=None, ge=1)
     """Memory per node in MiB; null = the partition's default."""
     time_min: int = Field(default=480, ge=1)
     """Walltime of one job in minutes."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one job."""
+        return self.nodes * self.tasks
 
 
 class SlurmSite(Closed):
@@ -78,6 +85,28 @@ class ClusterProfile(Closed):
     """Resources of single rollout pools, by pool name; others take resources.rollout."""
     slurm: SlurmSite = SlurmSite()
     """Slurm facts; unused when kind is local."""
+
+    @model_validator(mode="after")
+    def _ranks_are_possible(self) -> Self:
+        roles = {f"resources.{role}": wanted for role, wanted in self.resources.items() if role != "learner"}
+        for where, wanted in (roles | {f"pools.{name}": wanted for name, wanted in self.pools.items()}).items():
+            if wanted.ranks > 1:
+                raise ValueError(
+                    f"{where}: nodes={wanted.nodes}, tasks={wanted.tasks}, but only the learner may have more than one "
+                    f"rank; set both to 1 (more replicas of a role: see the recipe)"
+                )
+        learner = self.resources_for("learner")
+        if self.kind == "local" and learner.nodes > 1:
+            raise ValueError(
+                f"resources.learner: nodes={learner.nodes}, but kind: local is one machine; set nodes: 1 and tasks to the "
+                f"number of ranks"
+            )
+        if learner.gpus and learner.tasks != learner.gpus:
+            raise ValueError(
+                f"resources.learner: gpus={learner.gpus} and tasks={learner.tasks} per node, but each rank drives one GPU; set "
+                f"tasks: {learner.gpus}"
+            )
+        return self
 
     def resources_for(self, role: Role, pool: str | None = None) -> Resources:
         """Resources of one job of `role` (for rollout: of `pool`)."""

@@ -24,6 +24,7 @@ def without_slurm(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def role_env(spec: JobSpec) -> dict[str, str]:
-    """Variables set for one job; `spec.env` wins."""
-    threads = str(spec.resources.cpus)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **spec.env}
+    """Variables set for one job; `spec.env` wins. MILES_RANKS tells a role of several ranks how many must meet."""
+    threads, ranks = str(spec.resources.cpus), spec.resources.ranks
+    several = {"MILES_RANKS": str(ranks)} if ranks > 1 else {}
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **several, **spec.env}

@@ -7,8 +7,8 @@ command, sees the same jobs. Ids are claimed by exclusive creation and are never
 Ends: an exit file tells the exit code; without one, a job whose process is gone, or that belongs to another boot of this host,
 was lost to the infrastructure. A job of another host (a run directory that two login nodes share, a container that came back
 under another name) cannot be looked at from here, so it is not listed: its heartbeat decides. cancel is TERM to the whole
-process group; a further call, 5 s and more after the first, is KILL. Of the resources only `cpus` has a meaning here (threads);
-excluded nodes have none.
+process group; a further call, 5 s and more after the first, is KILL. Of the resources only `cpus` (threads) and `tasks`
+(processes with Slurm's variables) have a meaning here; excluded nodes have none.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LocalScheduler:
     def script(self, spec: JobSpec) -> str:
         """What is run, as shell text."""
         exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(role_env(spec).items())]
-        return "\n".join((*exports, f"cd {shlex.quote(str(_code(spec)))}", f"exec {shlex.join(spec.command)}", ""))
+        return "\n".join((*exports, f"cd {shlex.quote(str(_code(spec)))}", _start_line(spec), ""))
 
     def submit(self, spec: JobSpec) -> str:
         """Starts the process. Raises SchedulerError."""
@@ -133,7 +133,10 @@ class LocalScheduler:
         env = {**without_slurm(os.environ), **role_env(spec), "MILES_JOB_ID": job_id}
         with (spec.log_dir / f"{job_id}_0.out").open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-I", "-S", shim.__file__, prefix, *spec.command],
+                [
+                    sys.executable, "-I", "-S", shim.__file__,
+                    prefix, str(spec.resources.ranks), str(spec.log_dir / job_id), *spec.command,
+                ],
                 cwd=_code(spec), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
@@ -250,6 +253,14 @@ class LocalScheduler:
 
     def _path(self, job_id: str, suffix: str) -> Path:
         return self._folder / f"{job_id}.{suffix}"
+
+
+def _start_line(spec: JobSpec) -> str:
+    ranks, command = spec.resources.ranks, shlex.join(spec.command)
+    if ranks == 1:
+        return f"exec {command}"
+    place = f"SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NTASKS={ranks}"
+    return f"for rank in $(seq 0 {ranks - 1}); do {place} {command} & done; wait"
 
 
 def _code(spec: JobSpec) -> Path:

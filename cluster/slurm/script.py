@@ -5,18 +5,19 @@ line, `python -u -m miles_core.roles.<role> --run-dir D ...`, from the run's cod
 pickle a function, so its text writer `_make_submission_file_text` is called directly: private, hence the pinned version and
 a test that pins the text. What its parameters cannot say:
 
-- Its srun line cannot be `exec`ed and runs even on one node. With use_srun off, the command is ours: `exec python ...` on one
-  node, `exec srun ... python ...` on several. Either way the last process of the script is the role (or its srun), so the
+- Its srun line cannot be `exec`ed and runs even for one rank. With use_srun off, the command is ours: `exec python ...` for
+  one rank, `exec srun ... python ...` for several. Either way the last process of the script is the role (or its srun), so the
   job's exit code is the role's own and no shell swallows a signal.
 - srun ends with the highest code of all ranks. With kill-on-bad-exit the first rank that leaves has the others killed, and
-  their 143 hides its code; so ranks leave by themselves, and who is still there one signal lead after the first is killed.
+  their 143 hides its code; so ranks leave by themselves (learner/ranks.py), and who is still there one signal lead after the
+  first is killed.
 - `B:USR2` sends the warning to that process alone; srun forwards it to the ranks. Without `B:` Slurm signals only steps,
   and a job without srun has none.
 - Log names, no-requeue, reservation, export, chdir and the site's own flags go through `additional_parameters`, which it
   writes without checks; so a flag that we set ourselves is refused here.
 - Its default `wckey=submitit` is taken out: sites that enforce wckeys would refuse the job.
 
-One rank per node: a role that wants one rank per GPU starts them itself.
+Each rank is a task of the one srun; who it is says SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ OWN_FLAGS = {
     "no-requeue": "it is always set",
     "array": "each role is a job of its own",
     "wrap": "the command is the role's",
-    "ntasks": "there is one task per node; set resources.<role>.nodes",
-    "ntasks-per-node": "there is one task per node; set resources.<role>.nodes",
+    "ntasks": "set resources.learner.nodes and tasks",
+    "ntasks-per-node": "set resources.learner.tasks",
     "partition": "set resources.<role>.partition",
     "nodes": "set resources.<role>.nodes",
     "cpus-per-task": "set resources.<role>.cpus",
@@ -95,7 +96,7 @@ def _parameters(spec: JobSpec, site: SlurmSite) -> dict[str, object]:
         "partition": wanted.partition,
         "time": wanted.time_min,
         "nodes": wanted.nodes,
-        "ntasks_per_node": 1,
+        "ntasks_per_node": wanted.tasks,
         "cpus_per_task": wanted.cpus,
         "gpus_per_node": wanted.gpus or None,
         "mem": f"{wanted.mem_mb}M" if wanted.mem_mb else None,
@@ -141,11 +142,13 @@ def _setup(spec: JobSpec, site: SlurmSite) -> list[str]:
 
 
 def _command(spec: JobSpec, site: SlurmSite) -> str:
-    if spec.resources.nodes == 1:
+    wanted = spec.resources
+    if wanted.ranks == 1:
         return f"exec {shlex.join(spec.command)}"
     srun = (
-        "srun", f"--output={_log_folder(spec)}/%j_%t.out", "--open-mode=append", "--unbuffered",
-        f"--cpus-per-task={spec.resources.cpus}", "--kill-on-bad-exit=0", f"--wait={site.signal_lead_s}",
+        "srun", f"--nodes={wanted.nodes}", f"--ntasks={wanted.ranks}", f"--ntasks-per-node={wanted.tasks}",
+        f"--output={_log_folder(spec)}/%j_%t.out", "--open-mode=append", "--unbuffered",
+        f"--cpus-per-task={wanted.cpus}", "--kill-on-bad-exit=0", f"--wait={site.signal_lead_s}",
     )  # fmt: skip
     return f"exec {shlex.join(srun)} {shlex.join(spec.command)}"
 

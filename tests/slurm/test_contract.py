@@ -76,12 +76,15 @@ def test_the_warning_ahead_of_the_walltime_reaches_the_role(harness: Harness, de
     assert (ended.cause, ended.exit_code) == (Cause.FAILED, DRAINED)
 
 
-def test_a_job_of_two_nodes_has_a_log_per_rank_one_exit_code_and_one_signal(harness: Harness) -> None:
+def test_ranks_on_two_nodes_have_a_log_each_slurms_variables_one_exit_code_and_one_signal(harness: Harness) -> None:
     scheduler = harness.make()
-    spec = replace(harness.spec(seconds=FOREVER_S), resources=Resources(nodes=2, time_min=5))
+    spec = replace(harness.spec(seconds=FOREVER_S), resources=Resources(nodes=2, tasks=2, time_min=5))
+    place = "import os; print(*(os.environ[name] for name in ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID', 'MILES_RANKS')))"
+    spec = replace(spec, command=(*spec.command[:3], f"{place}\n{ROLE}", *spec.command[4:]))
     job = harness.start(scheduler, spec)
     assert len(job.nodes) == 2
-    harness.until("both ranks", lambda: "ready" in log_of(spec, job.job_id, 1))
+    harness.until("all ranks", lambda: all("ready" in log_of(spec, job.job_id, rank) for rank in range(4)))
+    assert [log_of(spec, job.job_id, rank).splitlines()[0] for rank in range(4)] == ["0 4 0 4", "1 4 1 4", "2 4 0 4", "3 4 1 4"]
     scheduler.cancel((job.job_id,), signal="USR2")
     ended = harness.until_phase(scheduler, job.job_id, Phase.ENDED)
     assert (ended.cause, ended.exit_code) == (Cause.FAILED, DRAINED)

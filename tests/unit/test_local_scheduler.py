@@ -17,7 +17,7 @@ import pytest
 
 from cluster.local import shim
 from cluster.local.scheduler import START_DEADLINE_S, LocalScheduler
-from cluster.profile import ClusterProfile
+from cluster.profile import ClusterProfile, Resources
 from cluster.scheduler import Cause, JobSpec, JobView, Phase
 from cluster.schedulers import make_scheduler
 from miles_core.errors import SchedulerError
@@ -28,8 +28,8 @@ def pid_of(run_dir: Path, job_id: str) -> int:
     return int((run_dir / "local_jobs" / f"{job_id}.pid").read_text().split()[0])
 
 
-def log_of(spec: JobSpec, job_id: str) -> str:
-    path = spec.log_dir / f"{job_id}_0.out"
+def log_of(spec: JobSpec, job_id: str, rank: int = 0) -> str:
+    path = spec.log_dir / f"{job_id}_{rank}.out"
     return path.read_text() if path.exists() else ""
 
 
@@ -177,9 +177,65 @@ def test_a_cancel_before_the_start_is_obeyed(harness: Harness, tmp_path: Path) -
     record = scheduler._claim(spec)  # type: ignore[attr-defined]
     scheduler.cancel((record.job_id,))
     prefix = str(harness.run_dir / "local_jobs" / record.job_id)
-    subprocess.run([sys.executable, shim.__file__, prefix, *spec.command], start_new_session=True, timeout=60)
+    subprocess.run([sys.executable, shim.__file__, prefix, "1", prefix, *spec.command], start_new_session=True, timeout=60)
     ended = harness.view(scheduler, record.job_id)
     assert ended is not None and (ended.phase, ended.cause) == (Phase.ENDED, Cause.CANCELLED)
+
+
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["SLURM_PROCID"])
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75 if rank == 0 else 3))
+print("ready", rank, os.environ["SLURM_LOCALID"], os.environ["SLURM_NTASKS"], os.environ["MILES_RANKS"], flush=True)
+time.sleep(float(sys.argv[1]) if rank == 0 else 600)
+"""
+
+
+def ranks_spec(harness: Harness, seconds: float) -> JobSpec:
+    command = (sys.executable, "-S", "-c", RANK, str(seconds))
+    return replace(harness.spec(), command=command, resources=Resources(tasks=3, time_min=5))
+
+
+def test_ranks_have_slurms_variables_a_log_each_the_signal_and_one_exit_code(harness: Harness) -> None:
+    scheduler, spec = harness.make(), ranks_spec(harness, FOREVER_S)
+    job = harness.start(scheduler, spec)
+    for rank in range(3):
+        harness.until("a rank to start", lambda rank=rank: log_of(spec, job.job_id, rank) == f"ready {rank} {rank} 3 3\n")
+    scheduler.cancel((job.job_id,), signal="USR2")
+    ended = harness.until_phase(scheduler, job.job_id, Phase.ENDED)
+    assert (ended.cause, ended.exit_code) == (Cause.FAILED, 75), "the highest code of all ranks"
+
+
+def test_ranks_that_stay_behind_the_first_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shim, "WAIT_S", 0.5)
+    monkeypatch.setattr(os, "environ", os.environ | {"MILES_RANKS": "3"})
+    keeper = shim.Shim(str(tmp_path / "1"), 3, str(tmp_path / "1"), [sys.executable, "-S", "-c", RANK, "0"])
+    assert keeper._role() == 128 + signal.SIGKILL
+    assert (tmp_path / "1_2.out").read_text() == "ready 2 2 3 3\n"
+
+
+def test_a_signal_before_all_ranks_have_started_reaches_them_all(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    code = f"""
+import os, signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+number = signal.sigwait([signal.SIGUSR1])
+open({str(seen)!r} + os.environ["SLURM_PROCID"], "w").write(str(number))
+"""
+    keeper = shim.Shim(str(tmp_path / "1"), 2, str(tmp_path / "1"), [sys.executable, "-S", "-c", code])
+    # Blocked signals stay blocked in children, so that it waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        keeper._on_signal(signal.SIGUSR1, None)
+        assert keeper._role() == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    assert [seen.with_name(f"seen{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGUSR1))] * 2
+
+
+def test_the_script_of_several_ranks_starts_each(harness: Harness) -> None:
+    text = harness.make().script(ranks_spec(harness, 0))
+    assert "for rank in $(seq 0 2); do SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NTASKS=3 " in text
 
 
 def test_a_claim_without_a_process_is_pending_then_lost(harness: Harness) -> None:

@@ -68,22 +68,23 @@ def test_every_site_fact_and_resource_becomes_a_flag() -> None:
         setup=("module load cuda", "ulimit -n 4096"), extra={"licenses": "matlab:1", "exclusive": True, "mail_type": "END",
                                                              "contiguous": False, "nice": 100},
     )  # fmt: skip
-    spec = replace(SPEC, resources=Resources(partition="gpu", nodes=2, cpus=8, gpus=4, mem_mb=64000, time_min=600))
+    spec = replace(SPEC, resources=Resources(partition="gpu", nodes=2, tasks=4, cpus=8, gpus=4, mem_mb=64000, time_min=600))
     text = sbatch_text(spec, site)
     flags, command = parse_script(text)
     assert flags | {} == {
         "account": "lab", "qos": "low", "reservation": "r1", "constraint": "a100&ib", "exclude": "n2,n7,n9",
         "signal": "B:USR2@120", "licenses": "matlab:1", "exclusive": "", "mail-type": "END", "nice": "100",
-        "partition": "gpu", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "8", "gpus-per-node": "4", "mem": "64000M",
+        "partition": "gpu", "nodes": "2", "ntasks-per-node": "4", "cpus-per-task": "8", "gpus-per-node": "4", "mem": "64000M",
         "time": "600", "no-requeue": "", "open-mode": "append", "export": "ALL", "chdir": "/fs/runs/night-1",
         "comment": SPEC.comment, "job-name": SPEC.name, "output": f"{SPEC.log_dir}/%j_0.out",
     }  # fmt: skip
     assert command == SPEC.command
     assert text.index("module load cuda\nulimit -n 4096\n") < text.index("export OMP_NUM_THREADS=8")
+    assert "export MILES_RANKS=8\n" in text
     [line] = [line for line in text.splitlines() if line.startswith("exec ")]
     assert line.startswith(
-        f"exec srun --output={SPEC.log_dir}/%j_%t.out --open-mode=append --unbuffered --cpus-per-task=8 "
-        "--kill-on-bad-exit=0 --wait=120 /env/bin/python -u -m"
+        f"exec srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --output={SPEC.log_dir}/%j_%t.out --open-mode=append --unbuffered "
+        "--cpus-per-task=8 --kill-on-bad-exit=0 --wait=120 /env/bin/python -u -m"
     )
 
 
