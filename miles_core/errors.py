@@ -78,6 +78,12 @@ class DigestMismatch(MilesError):
     exit_code = 9
 
 
+class DrillFailed(MilesError):
+    """A fault of a drill did not fire, did not go well, or left something behind."""
+
+    exit_code = 12
+
+
 class LeaseLost(MilesError):
     """This attempt is not the current one. `why` is `twin` or `superseded`; neither exit is a failure (I3)."""
 

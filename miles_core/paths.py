@@ -71,6 +71,16 @@ class RunPaths:
         return self.reports / "index.html"
 
     @property
+    def drill(self) -> Path:
+        """What a drill did to the run, and what it cost."""
+        return self.reports / "drill.json"
+
+    @property
+    def drill_filler(self) -> Path:
+        """Takes all room while a drill fills the disk."""
+        return self.root / ".tmp.drill_filler"
+
+    @property
     def cancel_request(self) -> Path:
         """Its presence asks the supervisor to cancel the run."""
         return self.root / "supervisor" / "cancel_requested"
