@@ -209,6 +209,20 @@ def _wait_closed(read: Callable[[], RunClosed | None], root: Path, deadline_s: f
 
 
 @app.command()
+def compare(
+    first: RunName,
+    second: RunName,
+    as_json: AsJson = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Also print the diff of the two code snapshots.")] = False,
+) -> None:
+    """Says why two runs differ: recipe, code, packages, model, data, cluster, hosts; then their figures side by side."""
+    from flows.compare import print_comparison
+    from miles_core.tracking.compare import compare as compare_runs
+
+    print_comparison(compare_runs(find_run(first), find_run(second)), as_json=as_json, with_diff=diff)
+
+
+@app.command()
 def verify(run: RunName, as_json: AsJson = False) -> None:
     """Proves from the files alone that nothing was lost or trained twice, or names what is wrong (exit code 4)."""
     from miles_core.errors import VerifyFailed
