@@ -41,6 +41,11 @@ class Microbatch:
     mask: torch.Tensor
     """[N] bool: tokens that enter the loss; all of them, but in a filler, which only keeps the ranks in step."""
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """[N] int64: the row of each token."""
+        return self.where // self.tokens.shape[1]
+
     def to(self, device: torch.device) -> Microbatch:
         """The same on another device."""
         return Microbatch(**{name: value.to(device) for name, value in vars(self).items()})

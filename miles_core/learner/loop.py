@@ -29,7 +29,7 @@ from miles_core.learner.consume import BatchFeed, Rows, read_batch
 from miles_core.policy.lineage import Lineage
 from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, digest_entries, tensor_entries
 from miles_core.policy.publisher import Publisher
-from miles_core.recipe import Closed
+from miles_core.recipe import Closed, LearnerSpec
 from miles_core.records import Batch, StepDone, Version, digest_record
 from miles_core.runtime.context import RoleContext
 from miles_core.runtime.crash import crash_point
@@ -49,7 +49,9 @@ T = TypeVar("T")
 class Trainer(Protocol):
     """What the loop needs of miles_core.learner.trainer."""
 
-    def train(self, trajectories: list[Trajectory], advantages: npt.NDArray[np.float32], step: int) -> dict[str, float]: ...
+    def train(
+        self, trajectories: list[Trajectory], advantages: npt.NDArray[np.float32], step: int, staleness: int
+    ) -> dict[str, float]: ...
 
     def logprobs(self, token_lists: list[list[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]: ...
 
@@ -183,7 +185,8 @@ class Learner:
     def _train(self, batch: Batch, rows: Rows, replay: bool) -> StepDone:
         crash_point("learner", "before_train", batch.step, self._context.attempt)
         with self._timed("train"):
-            metrics = self._trainer.train(rows.trajectories, _advantages(rows), batch.step)
+            advantages = _advantages(rows, self._context.recipe.learner)
+            metrics = self._trainer.train(rows.trajectories, advantages, batch.step, batch.staleness)
             self._take_weights()
         self._step = batch.step
         self._context.progress += 1
@@ -321,13 +324,14 @@ class Learner:
         log.info("step %d reward=%.4f staleness=%d %s", record.step, record.mean_reward, record.staleness, seconds)
 
 
-def _advantages(rows: Rows) -> npt.NDArray[np.float32]:
+def _advantages(rows: Rows, spec: LearnerSpec) -> npt.NDArray[np.float32]:
     """[N] one advantage a trajectory, in the order of the batch."""
     import torch
 
-    from miles_core.learner.objective import group_advantages
+    from miles_core.learner.advantages import advantages
 
-    return group_advantages(torch.from_numpy(rows.rewards)).reshape(-1).numpy().astype(np.float32)
+    num_sampled = torch.tensor([row.num_sampled for row in rows.trajectories]).reshape(rows.rewards.shape)
+    return advantages(torch.from_numpy(rows.rewards), num_sampled, spec.advantage).reshape(-1).numpy().astype(np.float32)
 
 
 def _base_record(digest: str) -> StepDone:

@@ -1,11 +1,12 @@
 """The learner's DeepSpeed engine: trajectories and advantages in, new weights out.
 
 One batch is one step: at most `minibatches` optimizer updates over whole groups. `logp_old` of every trained token is
-computed under the weights at the start of the step; each update's loss is the mean over all sampled tokens of its
-minibatch, and rows without signal (advantage 0) are counted in it but never computed, since they add nothing.
+computed under the weights at the start of the step; each update's loss is an average over its whole minibatch (losses.py), and
+rows without signal (advantage 0) are counted in it but never computed, since they add nothing.
 
 Invariants: the same state and inputs give the same bytes, however the rows lie in microbatches the same gradient; the
-learning rate is a function of the step's number; a step in which no row has signal changes nothing and is still a step.
+learning rate is a function of the step's number and the batch's staleness; a step in which no row has signal changes
+nothing and is still a step.
 Every rank calls every method, with the same arguments; rows are dealt over the ranks here.
 
 Failure: an update that is not finite is not hidden but returned as a metric that is not finite: the weights are lost then,
@@ -27,7 +28,8 @@ import torch
 
 from miles_core.errors import MilesError
 from miles_core.learner.batching import Indexes, Microbatch, context_length, contexts, microbatches, split_groups, with_signal
-from miles_core.learner.objective import PolicyLoss, mismatch_metrics, ppo_clip_loss
+from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
+from miles_core.learner.objective import mismatch_metrics
 from miles_core.recipe import LearnerSpec
 from miles_core.trajectories.schema import Trajectory
 
@@ -67,19 +69,21 @@ class Trainer:
         self._device: torch.device = self._engine.device
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
-    def train(self, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating], step: int) -> dict[str, float]:
+    def train(
+        self, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating], step: int, staleness: int = 0
+    ) -> dict[str, float]:
         """Trains one batch as step `step` (from 1). Returns metrics; one that is not finite means that the weights are lost."""
         if len(trajectories) != len(advantages):
             raise ValueError(f"step {step}: {len(trajectories)} trajectories, but {len(advantages)} advantages")
-        rate = learning_rate(self._spec, step)
+        rate = learning_rate(self._spec, step, staleness)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         parts = split_groups(trajectories, self._spec.minibatches)
-        sizes = [sum(trajectories[row].num_sampled for row in part) for part in parts]
+        totals = [self._totals(part, trajectories, advantages) for part in parts]
         batches = [self._microbatches(part, trajectories, advantages) for part in parts]
         old, metrics = self._old_logprobs(batches)
         updates = [
-            self._update(batch, logprobs, size) for batch, logprobs, size in zip(batches, old, sizes, strict=True) if batch
+            self._update(batch, logprobs, total) for batch, logprobs, total in zip(batches, old, totals, strict=True) if batch
         ]
         return {**metrics, **_mean_update(updates), "lr": rate}
 
@@ -111,6 +115,12 @@ class Trainer:
         if not (folder / CHECKPOINT_TAG).is_dir():
             raise MilesError(f"{folder} holds no checkpoint of the learner (expected a folder {CHECKPOINT_TAG!r} in it)")
         self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+
+    def _totals(self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Totals:
+        """What the loss of one minibatch is divided by. Per rank, because DeepSpeed averages over the ranks."""
+        rows = [(trajectories[row].group_id, trajectories[row].num_sampled, float(advantages[row])) for row in part]
+        whole = minibatch_totals(rows, self._spec.flat_groups)
+        return Totals(tokens=whole.tokens / self._world, rows=whole.rows / self._world)
 
     def _microbatches(
         self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]
@@ -153,11 +163,11 @@ class Trainer:
         torch.distributed.all_gather_object(parts, rows)
         return torch.cat(parts)
 
-    def _update(self, batch: list[Microbatch], old: list[torch.Tensor], num_tokens: int) -> dict[str, float]:
-        """One optimizer update. Each rank's loss is times the number of ranks, because DeepSpeed averages over them."""
+    def _update(self, batch: list[Microbatch], old: list[torch.Tensor], totals: Totals) -> dict[str, float]:
+        """One optimizer update."""
         losses = []
         for micro, logp_old in zip(batch, old, strict=True):
-            found = self._loss(micro, logp_old, num_tokens / self._world)
+            found = self._loss(micro, logp_old, totals)
             self._engine.backward(found.loss)
             losses.append(found)
         self._engine.step()
@@ -168,44 +178,46 @@ class Trainer:
             sum(int(micro.mask.sum()) for micro in batch),
             max(found.ratio_deviation for found in losses),
         ]
-        totals = self._everywhere(torch.tensor([row], dtype=torch.float64))
-        loss, clipped, nonfinite, tokens = (float(value) for value in totals[:, :4].sum(dim=0))
+        sums = self._everywhere(torch.tensor([row], dtype=torch.float64))
+        loss, clipped, nonfinite, tokens = (float(value) for value in sums[:, :4].sum(dim=0))
         return {
             "loss": loss,
             "grad_norm": float(self._engine.get_global_grad_norm()),
             "clip_frac": clipped / tokens,
-            "ratio_deviation_max": float(totals[:, 4].max()),
+            "ratio_deviation_max": float(sums[:, 4].max()),
             "nonfinite_tokens": nonfinite,
         }
 
-    def _loss(self, micro: Microbatch, logp_old: torch.Tensor, num_tokens: float) -> PolicyLoss:
+    def _loss(self, micro: Microbatch, logp_old: torch.Tensor, totals: Totals) -> PolicyLoss:
         logp, _ = self._engine(micro)
-        return ppo_clip_loss(
-            logp,
-            logp_old,
-            micro.rollout_logprobs,
-            micro.advantages,
-            micro.mask,
-            clip_low=self._spec.clip_low,
-            clip_high=self._spec.clip_high,
-            tis_cap=self._spec.tis_cap,
-            num_tokens=num_tokens,
+        tokens = Tokens(
+            logp=logp,
+            logp_old=logp_old,
+            logp_rollout=micro.rollout_logprobs,
+            advantages=micro.advantages,
+            mask=micro.mask,
+            rows=micro.rows,
+            num_rows=micro.tokens.shape[0],
         )
+        return policy_loss(tokens, totals, self._spec)
 
 
-def learning_rate(spec: LearnerSpec, step: int) -> float:
-    """Linear over the first `ramp_steps` steps (from 1), then constant."""
-    return spec.lr * min(1.0, step / max(1, spec.ramp_steps))
+def learning_rate(spec: LearnerSpec, step: int, staleness: int = 0) -> float:
+    """Linear over the first `ramp_steps` steps (from 1), then constant; for a batch of staleness s divided by 1 + a s with
+    a = `staleness_slowdown` (staleness-aware async SGD, arXiv 1511.05950, has a = 1 and counts staleness from 1)."""
+    return spec.lr * min(1.0, step / max(1, spec.ramp_steps)) / (1 + spec.staleness_slowdown * staleness)
 
 
 def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Mean over the updates of a step (counts: sum, deviation: largest); zeros if there was none."""
+    """Mean over the updates of a step (counts: sum, deviation: largest, and that of the first update, before which no weight
+    has moved: it shows whether the two forward passes of a step agree); zeros if there was none."""
     names = ("loss", "grad_norm", "clip_frac", "ratio_deviation_max", "nonfinite_tokens")
     columns = {name: [update[name] for update in updates] or [0.0] for name in names}
     means = {name: float(np.mean(columns[name])) for name in names[:3]}
     return {
         **means,
         "ratio_deviation_max": max(columns["ratio_deviation_max"]),
+        "ratio_deviation_start": columns["ratio_deviation_max"][0],
         "nonfinite_tokens": sum(columns["nonfinite_tokens"]),
         "updates": float(len(updates)),
     }

@@ -135,7 +135,9 @@ class FakeTrainer:
         self.loaded: list[str] = []
         self.trained: list[int] = []
 
-    def train(self, trajectories: list[Trajectory], advantages: npt.NDArray[np.float32], step: int) -> dict[str, float]:
+    def train(
+        self, trajectories: list[Trajectory], advantages: npt.NDArray[np.float32], step: int, staleness: int
+    ) -> dict[str, float]:
         self.on_train(step)
         self.trained.append(step)
         gradient = np.zeros(8, dtype=np.float32)

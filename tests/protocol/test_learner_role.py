@@ -442,8 +442,8 @@ def test_a_step_with_a_loss_that_is_no_number_is_not_recorded(prepared):
     run, paths, _ = prepared
 
     class Diverging(FakeTrainer):
-        def train(self, trajectories, advantages, step):
-            return super().train(trajectories, advantages, step) | ({"loss": float("nan")} if step == 2 else {})
+        def train(self, trajectories, advantages, step, staleness):
+            return super().train(trajectories, advantages, step, staleness) | ({"loss": float("nan")} if step == 2 else {})
 
     with pytest.raises(MilesError, match=r"step 2 .*nan"):
         run_learner(run, paths, trainer=Diverging())
