@@ -33,7 +33,7 @@ class ModelSpec(Closed):
     bootstrap: str | None = None
     """Name of a warm-up in miles_core/bootstrap.py that makes the base model; cached by content."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of rollout and of the learner's forward pass."""
+    """Dtype of the learner's forward pass and of the published weights."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -87,6 +87,8 @@ class RolloutSpec(Closed):
 
     pools: tuple[RolloutPool, ...] = (RolloutPool(),)
     """One or more pools."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype in which rollout and evaluation compute: the engine casts the published weights. null: `model.dtype`."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training samples; evaluation is greedy."""
     shard_rows: int = Field(default=32, ge=1)
@@ -185,6 +187,10 @@ class LearnerSpec(Closed):
     """Trajectories per forward pass."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
+    routing_replay: bool = True
+    """For a mixture of experts: rollout records the experts of each token, the learner's forward pass takes the same ones
+    (sources R6, L3). Without effect on a dense model, which has no experts; so it is one switch for all recipes, and a
+    recipe need not know what is in `model.path`. False: the learner's routers choose anew, nothing is recorded."""
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO stage; without one, it neither sums bfloat16 gradients in float32 nor reports the gradient norm."""
 
@@ -264,6 +270,11 @@ class Recipe(Closed):
     """Greedy evaluation."""
     tracking: TrackingSpec = TrackingSpec()
     """W&B."""
+
+    @property
+    def rollout_dtype(self) -> Literal["float32", "bfloat16"]:
+        """In which rollout and evaluation compute."""
+        return self.rollout.dtype or self.model.dtype
 
     @model_validator(mode="after")
     def _fill_in_divisor(self) -> Self:

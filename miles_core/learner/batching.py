@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,9 @@ class Microbatch:
     """[N] float32."""
     mask: torch.Tensor
     """[N] bool: tokens that enter the loss; all of them, but in a filler, which only keeps the ranks in step."""
+    experts: torch.Tensor | None = None
+    """[B * T, layers, k] int32: the experts that rollout recorded for each position, -1 at padding and in rows without a
+    record. None: no row has one."""
 
     @property
     def rows(self) -> torch.Tensor:
@@ -48,11 +52,16 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on another device."""
-        return Microbatch(**{name: value.to(device) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return replace(self, **moved)
 
     def as_filler(self) -> Microbatch:
         """The same forward pass with no token that counts."""
-        return Microbatch(**{**vars(self), "mask": torch.zeros_like(self.mask)})
+        return replace(self, mask=torch.zeros_like(self.mask))
+
+    def without_record(self) -> Microbatch:
+        """The same forward pass with the routers' own choices."""
+        return replace(self, experts=None)
 
 
 def split_groups(trajectories: Sequence[Trajectory], parts: int) -> list[Indexes]:
@@ -105,7 +114,20 @@ def _microbatch(trajectories: list[Trajectory], advantages: npt.NDArray[np.float
         advantages=torch.from_numpy(np.repeat(advantages, counts).astype(np.float32)),
         temperatures=torch.from_numpy(np.repeat([t.temperature for t in trajectories], counts).astype(np.float32)),
         mask=torch.ones(sum(counts), dtype=torch.bool),
+        experts=_experts(trajectories, [int(positions[-1]) for positions in sampled], width),
     )
+
+
+def _experts(trajectories: list[Trajectory], lengths: list[int], width: int) -> torch.Tensor | None:
+    """The records of the first `lengths` positions of each row, padded like its tokens."""
+    shape = next((trajectory.experts.shape[1:] for trajectory in trajectories if trajectory.experts is not None), None)
+    if shape is None:
+        return None
+    padded = np.full((len(trajectories), width, *shape), -1, dtype=np.int32)
+    for row, (trajectory, length) in enumerate(zip(trajectories, lengths, strict=True)):
+        if trajectory.experts is not None:
+            padded[row, :length] = trajectory.experts[:length]
+    return torch.from_numpy(padded).flatten(0, 1)
 
 
 def contexts(token_lists: Sequence[Sequence[int]], temperature: float) -> Microbatch:

@@ -30,7 +30,9 @@ from miles_core.errors import MilesError
 from miles_core.learner.batching import Indexes, Microbatch, context_length, contexts, microbatches, split_groups, with_signal
 from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
 from miles_core.learner.objective import mismatch_metrics
+from miles_core.learner.routing import RoutingReplay, changed_metric, load_metrics, without_replay
 from miles_core.recipe import LearnerSpec
+from miles_core.routers import find_routers
 from miles_core.trajectories.schema import Trajectory
 
 Dtype = Literal["float32", "bfloat16"]
@@ -39,17 +41,27 @@ MAX_BUCKET_ELEMENTS = 200_000_000
 """Bound of a gradient reduction's buffer."""
 LOGPROB_ROWS = 16
 """Rows per forward pass of logprobs()."""
+UNREPLAYED_EVERY = 5
+"""Steps between two forward passes without routing replay, which only measure what replay removes: one pass is about a
+quarter of a step's arithmetic, so 5 % at every fifth step."""
 
 
 class Policy(torch.nn.Module):
-    """A causal language model that gives logprobs of chosen tokens; only their positions reach the head."""
+    """A causal language model that gives logprobs of chosen tokens; only their positions reach the head.
 
-    def __init__(self, model: Any) -> None:
+    With `replay` the routers of a mixture of experts take the experts that a microbatch brings along.
+    """
+
+    def __init__(self, model: Any, *, replay: bool = True) -> None:
         super().__init__()
         self.model = model
+        routers = find_routers(model) if replay else None
+        self.routing = None if routers is None else RoutingReplay(routers)
 
     def forward(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[N] float32 log softmax(logits / temperature) of the targets, and [N] the entropy of that softmax (no gradient)."""
+        if self.routing is not None:
+            self.routing.begin(batch.experts)
         hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
         chosen = hidden.flatten(0, 1).index_select(0, batch.where)
         logits = self.model.get_output_embeddings()(chosen).float() / batch.temperatures[:, None]
@@ -78,10 +90,14 @@ class Trainer:
         rate = learning_rate(self._spec, step, staleness)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
+        if self._module.routing is not None:
+            self._module.routing.check(trajectories)
         parts = split_groups(trajectories, self._spec.minibatches)
         totals = [self._totals(part, trajectories, advantages) for part in parts]
         batches = [self._microbatches(part, trajectories, advantages) for part in parts]
-        old, metrics = self._old_logprobs(batches)
+        old, metrics = self._old_logprobs(batches, unreplayed=(step - 1) % UNREPLAYED_EVERY == 0)
+        if self._module.routing is not None:
+            metrics |= load_metrics(trajectories, self._module.routing.routers)
         updates = [
             self._update(batch, logprobs, total) for batch, logprobs, total in zip(batches, old, totals, strict=True) if batch
         ]
@@ -136,21 +152,36 @@ class Trainer:
         filler = microbatches(rows[:1], trajectories, advantages, size)[0].as_filler()
         return [batch.to(self._device) for batch in [*own, *[filler] * (wanted - len(own))]]
 
-    def _old_logprobs(self, batches: list[list[Microbatch]]) -> tuple[list[list[torch.Tensor]], dict[str, float]]:
-        """Logprobs at the start of the step, by minibatch and microbatch, and how they differ from the rollout's."""
+    def _old_logprobs(
+        self, batches: list[list[Microbatch]], *, unreplayed: bool
+    ) -> tuple[list[list[torch.Tensor]], dict[str, float]]:
+        """Logprobs at the start of the step, by minibatch and microbatch, and how they differ from the rollout's.
+
+        `unreplayed`: of a mixture of experts, also how much they would differ without routing replay.
+        """
+        routing = self._module.routing
         old: list[list[torch.Tensor]] = []
-        seen: list[torch.Tensor] = [torch.zeros(0, 3)]
+        seen: list[torch.Tensor] = [torch.zeros(0, 4)]
+        changed: list[tuple[int, int]] = [(0, 0)]
         with torch.no_grad():
             for batch in batches:
                 old.append([])
                 for micro in batch:
                     logprobs, entropy = self._engine(micro)
                     old[-1].append(logprobs)
-                    seen.append(torch.stack([logprobs, micro.rollout_logprobs, entropy], dim=1)[micro.mask].cpu())
-        logp_old, logp_rollout, entropies = self._everywhere(torch.cat(seen)).unbind(dim=1)
+                    if routing is not None and micro.mask.any():
+                        changed.append(routing.changed)
+                    own = self._engine(micro.without_record())[0] if routing is not None and unreplayed else logprobs
+                    seen.append(torch.stack([logprobs, micro.rollout_logprobs, entropy, own], dim=1)[micro.mask].cpu())
+        logp_old, logp_rollout, entropies, logp_own = self._everywhere(torch.cat(seen)).unbind(dim=1)
         tokens = logp_old.numel()
+        found = mismatch_metrics(logp_old, logp_rollout, self._spec.tis_cap)
+        if routing is not None:
+            found |= changed_metric(self._everywhere(torch.tensor(changed)))
+        if routing is not None and unreplayed:
+            found |= without_replay(mismatch_metrics(logp_own, logp_rollout, None))
         return old, {
-            **mismatch_metrics(logp_old, logp_rollout, self._spec.tis_cap),
+            **found,
             "entropy": float(entropies.mean()) if tokens else 0.0,
             "tokens": float(tokens),
         }
@@ -236,7 +267,7 @@ def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: st
     torch.use_deterministic_algorithms(True, warn_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
     # No dropout: a ratio is of two policies, not of two masks.
-    policy = Policy(model).eval()
+    policy = Policy(model, replay=spec.routing_replay).eval()
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay
     )

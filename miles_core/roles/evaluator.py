@@ -59,7 +59,7 @@ class Scorer(Protocol):
 
 
 class GreedyScorer:
-    """A Scorer over the torch engine, the recipe's environment and its exact verifier."""
+    """A Scorer over the torch engine in rollout's dtype, the recipe's environment and its exact verifier."""
 
     def __init__(self, context: RoleContext) -> None:
         import torch
@@ -76,8 +76,9 @@ class GreedyScorer:
         self._verifier = make_verifier(self._spec)
         self._renderer = ChatRenderer(AutoTokenizer.from_pretrained(folder))
         self._engine = TorchEngine.from_folder(
-            folder, dtype=recipe.model.dtype, end_id=self._renderer.end_id, slots=min(SLOTS, recipe.evaluation.problems),
-            max_tokens=self._spec.max_tokens, version=Version(-1, 0), device="cuda" if torch.cuda.is_available() else "cpu",
+            folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, end_id=self._renderer.end_id,
+            slots=min(SLOTS, recipe.evaluation.problems), max_tokens=self._spec.max_tokens, version=Version(-1, 0),
+            device="cuda" if torch.cuda.is_available() else "cpu",
         )  # fmt: skip
 
     def load(self, tensors: dict[str, torch.Tensor], manifest: PolicyManifest) -> None:
@@ -182,8 +183,11 @@ class Evaluator:
             greedy_score=sum(values) / problems,
             seconds=round(self._context.clock() - started, 3),
         )
-        self._context.metrics.log("evaluation", step=version.step, greedy_score=point.greedy_score, seconds=point.seconds)
-        log.info("version %s: greedy score %.4f on %d problems", tuple(version), point.greedy_score, problems)
+        dtype = self._context.recipe.rollout_dtype
+        self._context.metrics.log(
+            "evaluation", step=version.step, greedy_score=point.greedy_score, seconds=point.seconds, dtype=dtype
+        )
+        log.info("version %s: greedy score %.4f on %d problems, in %s", tuple(version), point.greedy_score, problems, dtype)
         return point
 
     def _score_all(self, scorer: Scorer, seeds: Sequence[int]) -> list[float] | None:

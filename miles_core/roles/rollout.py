@@ -36,8 +36,9 @@ def main(context: RoleContext) -> None:
     recipe, folder = context.recipe, context.paths.base_model
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(folder))
     engine = TorchEngine.from_folder(
-        folder, dtype=recipe.model.dtype, end_id=renderer.end_id, slots=pool_of(context).slots,
-        max_tokens=recipe.environment.max_tokens, version=NOT_LOADED,
+        folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, end_id=renderer.end_id,
+        slots=pool_of(context).slots, max_tokens=recipe.environment.max_tokens, version=NOT_LOADED,
+        record_experts=recipe.learner.routing_replay,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
     sampler = Sampler(

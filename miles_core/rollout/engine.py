@@ -18,6 +18,8 @@ from miles_core.records import Version
 if TYPE_CHECKING:
     import torch
 
+    from miles_core.routers import Experts
+
 
 @dataclass(frozen=True)
 class Request:
@@ -46,6 +48,10 @@ class Finished:
     """[n] what sampled each token."""
     reason: Literal["end", "length"]
     """`end`: the end token was sampled; `length`: cut by max_new_tokens or by the context."""
+    experts: Experts | None = None
+    """[m, layers, k] experts of the m positions that this turn computed: from the first that no earlier turn computed to the
+    one before the newest token. All turns of a session, one behind another, give a row to each token but the newest. None:
+    not recorded."""
 
 
 class Engine(Protocol):

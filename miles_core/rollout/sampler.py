@@ -148,7 +148,7 @@ class Sampler:
 
     def _sampled(self, live: _Live, turn: Finished) -> None:
         """A model turn ended: it was cut, or the environment answers it."""
-        text = live.session.record(turn.tokens.tolist(), turn.logprobs.tolist(), turn.versions)
+        text = live.session.record(turn.tokens.tolist(), turn.logprobs.tolist(), turn.versions, turn.experts)
         if not live.session.ended:
             self._finish(live, "truncated")
             return

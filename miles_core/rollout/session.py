@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 import numpy as np
@@ -20,6 +20,9 @@ from miles_core.environments.base import Message
 from miles_core.errors import RecipeError
 from miles_core.records import Version
 from miles_core.trajectories.schema import Turn, VersionRun
+
+if TYPE_CHECKING:
+    from miles_core.routers import Experts
 
 _SENTINEL = "SPLICE"
 
@@ -119,6 +122,7 @@ class Session:
         self._logprobs: list[float] = []
         self._mask: list[int] = []
         self._runs: list[VersionRun] = []
+        self._experts: list[Experts] = []
         self._extend(opening, renderer.opening(opening))
 
     @property
@@ -148,14 +152,26 @@ class Session:
         self.turns.append(Turn(messages[-1].role, start, len(self.tokens)))
         self._sampled_last = False
 
-    def record(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[Version]) -> str:
-        """Adds one sampled turn, exactly as sampled, and returns its text."""
+    def record(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[Version],
+        experts: Experts | None = None,
+    ) -> str:
+        """Adds one sampled turn, exactly as sampled, and returns its text.
+
+        `experts`: of every position that no earlier turn computed, but the newest (see Finished). Raises ValueError for
+        what is no turn, and for experts that are not one row to each of these positions.
+        """
         if self._sampled_last or not len(token_ids) == len(logprobs) == len(versions) > 0 or len(token_ids) > self.room:
             raise ValueError(
                 f"not a turn: {len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions, room for "
                 f"{self.room}, follows a model turn: {self._sampled_last}"
             )
         start = len(self.tokens)
+        if experts is not None:
+            self._record_experts(experts, start + len(token_ids) - 1)
         self.tokens.extend(int(token) for token in token_ids)
         self._mask.extend([1] * len(token_ids))
         self._logprobs.extend(float(value) for value in logprobs)
@@ -166,14 +182,33 @@ class Session:
         self._sampled_last = True
         return self._renderer.text(token_ids)
 
+    def _record_experts(self, experts: Experts, computed: int) -> None:
+        known = sum(map(len, self._experts))
+        if known + len(experts) != computed:
+            raise ValueError(
+                f"experts of {len(experts)} positions behind {known} known ones, but the model has computed {computed}; they "
+                f"would be replayed at the wrong tokens"
+            )
+        self._experts.append(experts)
+
     @property
     def ended(self) -> bool:
         """Whether the last model turn ended by itself; False if it was cut."""
         return self._sampled_last and self.tokens[-1] == self._renderer.end_id
 
     def columns(self) -> dict[str, Any]:
-        """The token columns of a Trajectory: tokens, loss_mask, logprobs, versions, turns."""
-        return {**_arrays(self.tokens, self._mask, self._logprobs), "versions": tuple(self._runs), "turns": tuple(self.turns)}
+        """The token columns of a Trajectory: tokens, loss_mask, logprobs, versions, turns, experts.
+
+        Experts are None where none were recorded, and where the last tokens were never fed to the model: the episode ended
+        within a turn of the environment or of the model, so it failed and nobody trains it.
+        """
+        whole = self._experts and sum(map(len, self._experts)) == len(self.tokens) - 1
+        return {
+            **_arrays(self.tokens, self._mask, self._logprobs),
+            "versions": tuple(self._runs),
+            "turns": tuple(self.turns),
+            "experts": np.concatenate(self._experts) if whole else None,
+        }
 
 
 def empty_columns() -> dict[str, Any]:

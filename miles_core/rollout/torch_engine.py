@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM
 from miles_core.errors import MilesError, RecipeError
 from miles_core.records import Version
 from miles_core.rollout.engine import Finished, Request
+from miles_core.rollout.expert_record import ExpertRecord
 from miles_core.rollout.slots import ATTENTION, Ints, Pack, SlotCache
+from miles_core.routers import find_routers
 
 SUPPORTED = ("llama", "qwen3", "qwen3_moe")
 PREFILL_TOKENS_PER_STEP = 512
@@ -32,9 +34,24 @@ _MASK64 = (1 << 64) - 1
 
 
 class TorchEngine:
-    """See module. `model` is taken over: its attention is exchanged and its gradients are switched off."""
+    """See module. `model` is taken over: its attention is exchanged and its gradients are switched off.
 
-    def __init__(self, model: Any, *, end_id: int, slots: int, max_tokens: int, version: Version, device: str = "cpu") -> None:
+    `weights_dtype`: of the weights that are published for it; the engine casts them to its model's. `record_experts`: a
+    finished turn says which experts its positions went to; a dense model has none and pays nothing.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        end_id: int,
+        slots: int,
+        max_tokens: int,
+        version: Version,
+        weights_dtype: str | None = None,
+        record_experts: bool = False,
+        device: str = "cpu",
+    ) -> None:
         _check_model(model.config, max_tokens)
         self._model = model.to(device).eval().requires_grad_(False)
         self._model.set_attn_implementation(ATTENTION)
@@ -42,6 +59,9 @@ class TorchEngine:
         self._end_id = end_id
         self._max_tokens = max_tokens
         self._cache = SlotCache(model.config, slots=slots, positions=max_tokens, dtype=model.dtype, device=self._device)
+        self._weights_dtype = model.dtype if weights_dtype is None else getattr(torch, weights_dtype)
+        routers = find_routers(model) if record_experts else None
+        self._experts = None if routers is None else ExpertRecord(routers, slots=slots, positions=max_tokens)
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
         self.version = version
         self._versions = [version]
@@ -53,6 +73,7 @@ class TorchEngine:
         self._arrival = np.zeros(slots, dtype=np.int64)
         self._cached = np.zeros(slots, dtype=np.int64)
         self._total = np.zeros(slots, dtype=np.int64)
+        self._first = np.zeros(slots, dtype=np.int64)
         self._start = np.zeros(slots, dtype=np.int64)
         self._limit = np.zeros(slots, dtype=np.int64)
         self._seed = np.zeros(slots, dtype=np.uint64)
@@ -62,12 +83,9 @@ class TorchEngine:
         self._version_of = np.zeros((slots, max_tokens), dtype=np.int64)
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, *, dtype: str, end_id: int, slots: int, max_tokens: int, version: Version, device: str = "cpu"
-    ) -> TorchEngine:
-        """Loads a model folder in Hugging Face layout. Raises RecipeError."""
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        return cls(model, end_id=end_id, slots=slots, max_tokens=max_tokens, version=version, device=device)
+    def from_folder(cls, folder: Path, *, dtype: str, **settings: Any) -> TorchEngine:
+        """Loads a model folder in Hugging Face layout to compute in `dtype`; settings as for the class. Raises RecipeError."""
+        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)), **settings)
 
     @property
     def free_slots(self) -> int:
@@ -95,6 +113,7 @@ class TorchEngine:
         slot = self._take(request.session_key) if slot is None else slot
         start = used + len(request.tokens)
         self._tokens[slot, used:start] = request.tokens
+        self._first[slot] = self._cached[slot]
         self._total[slot] = self._start[slot] = start
         self._limit[slot] = min(start + request.max_new_tokens, self._max_tokens)
         self._seed[slot] = request.seed & _MASK64
@@ -165,6 +184,8 @@ class TorchEngine:
             use_cache=False,
             pack=pack,
         ).last_hidden_state
+        if self._experts is not None:
+            self._experts.keep(pack.slots, pack.positions)
         return self._logits(hidden[0, torch.from_numpy(pack.last).to(self._device)])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -174,7 +195,8 @@ class TorchEngine:
 
     def _finish(self, slot: int) -> Finished:
         self._running[slot] = False
-        span = slice(int(self._start[slot]), int(self._total[slot]))
+        total = int(self._total[slot])
+        span = slice(int(self._start[slot]), total)
         tokens = self._tokens[slot, span].astype(np.int32)
         return Finished(
             session_key=self._key_of[slot],
@@ -182,15 +204,17 @@ class TorchEngine:
             logprobs=self._logprobs[slot, span].copy(),
             versions=tuple(self._versions[index] for index in self._version_of[slot, span]),
             reason="end" if tokens[-1] == self._end_id else "length",
+            # The newest token was not fed yet.
+            experts=None if self._experts is None else self._experts.of(slot, int(self._first[slot]), total - 1),
         )
 
     @torch.no_grad()
     def load_weights(self, tensors: dict[str, torch.Tensor], version: Version) -> None:
         """Exchanges all weights, or raises ValueError with the names at fault and exchanges none.
 
-        Names are those of the model's state_dict; of tied weights one name is enough.
+        Names are those of the model's state_dict, the dtype is `weights_dtype`; of tied weights one name is enough.
         """
-        own, given = match_weights(self._model, tensors)
+        own, given = match_weights(self._model, tensors, self._weights_dtype)
         for name, parameter in own.items():
             parameter.copy_(given[name])
         self.version = Version(*version)
@@ -281,8 +305,13 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def match_weights(model: Any, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The model's own tensors and the given ones under the same names, tied names folded into one. Raises ValueError."""
+def match_weights(
+    model: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The model's own tensors and the given ones, of `dtype`, under the same names, tied names folded into one.
+
+    Raises ValueError.
+    """
     own, first_name = _own_tensors(model)
     given: dict[str, torch.Tensor] = {}
     faults: list[str] = []
@@ -292,8 +321,8 @@ def match_weights(model: Any, tensors: dict[str, torch.Tensor]) -> tuple[dict[st
             continue
         first = first_name[name]
         target = own[first]
-        if tensor.shape != target.shape or tensor.dtype != target.dtype:
-            faults.append(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected {target.dtype} {tuple(target.shape)}")
+        if tensor.shape != target.shape or tensor.dtype != dtype:
+            faults.append(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {tuple(target.shape)}")
         elif first in given and not torch.equal(given[first], tensor):
             faults.append(f"{name}: is tied to another name and differs from it")
         else:

@@ -67,8 +67,9 @@ class Trajectory:
     """Unix seconds: first token requested."""
     finished_s: float = 0.0
     """Unix seconds: episode ended."""
-    experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
-    """[T-1, layers, k] chosen expert ids (MoE), or None."""
+    experts: npt.NDArray[np.uint8 | np.uint16] | None = None
+    """[T-1, layers, k] ids of the experts that position t went to when it was first computed, in layers with experts, by
+    depth; uint8 with up to 256 experts, else uint16: layers x k (x 2) bytes a token. None: dense, or not recorded."""
 
     @property
     def num_sampled(self) -> int:

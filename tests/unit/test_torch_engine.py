@@ -271,6 +271,17 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing() -> None:
     assert engine.version == V0 and np.array_equal(engine.logprobs([[8, 9, 10]])[0], before)
 
 
+def test_published_weights_are_cast_to_the_dtype_the_engine_computes_in() -> None:
+    model = tiny_model("qwen3_moe").bfloat16()
+    engine = TorchEngine(model, end_id=END, slots=1, max_tokens=16, version=V0, weights_dtype="float32")
+    published = tiny_model("qwen3_moe", seed=1)
+    engine.load_weights(published.state_dict(), V1)
+    expected = TorchEngine(published.bfloat16(), end_id=END, slots=1, max_tokens=16, version=V1).logprobs([[8, 9, 10]])[0]
+    assert model.dtype == torch.bfloat16 and np.array_equal(engine.logprobs([[8, 9, 10]])[0], expected)
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 .*, expected torch\.float32"):
+        engine.load_weights(published.state_dict(), V2)
+
+
 @pytest.mark.parametrize("dropped", [(), ("lm_head.weight",), ("model.embed_tokens.weight",)])
 def test_one_name_of_tied_weights_is_enough(dropped: tuple[str, ...]) -> None:
     engine, model = engine_of(), tiny_model(seed=1)
