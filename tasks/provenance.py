@@ -100,10 +100,14 @@ def _file_digest(path: Path) -> FileDigest:
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
+_PACKAGES = {"shell_puzzle": "miles_core"}
+"""Of families that are not reasoning-gym's."""
+
 
 def read_data(environment: EnvironmentSpec) -> Data:
     """What makes the tasks of an environment; nothing is imported for it."""
-    package = environment.family.partition(":")[0].partition(".")[0] if ":" in environment.family else "reasoning_gym"
+    own = environment.family.partition(":")[0].partition(".")[0]
+    package = own if ":" in environment.family else _PACKAGES.get(environment.family, "reasoning_gym")
     return Data(
         family=environment.family,
         options=environment.options,
@@ -114,11 +118,14 @@ def read_data(environment: EnvironmentSpec) -> Data:
 
 
 def _library(package: str) -> str:
+    """Name and version of the distribution that a package is of; UNKNOWN for one that was never installed."""
+    name = package.replace("_", "-")
     try:
-        name = package.replace("_", "-")
         return f"{name} {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
-        return UNKNOWN
+        # A second of reading, for the few whose distribution has another name.
+        names = importlib.metadata.packages_distributions().get(package)
+        return f"{names[0]} {importlib.metadata.version(names[0])}" if names else UNKNOWN
 
 
 def _source_digest(package: str) -> str:

@@ -251,7 +251,7 @@ def _data(one: Side, two: Side) -> Group:
         return Group("data", UNKNOWN, note=_unrecorded(one, two))
     data = one.provenance.data
     group = _fields("data", _data_fields(data), _data_fields(two.provenance.data), note=data.library)
-    if group.verdict == "equal" and UNKNOWN in (data.library, data.source_digest):
+    if group.verdict == "equal" and data.source_digest == UNKNOWN:
         return Group("data", UNKNOWN, note=f"the source of {data.family} was not found when the runs were made")
     return group
 
