@@ -227,6 +227,18 @@ class PolicySpec(Closed):
     """... and as soon as the deltas since the last anchor would take more than this many times its size."""
 
 
+class RetentionSpec(Closed):
+    """What the collector deletes while the run goes on. Every deletion is recorded, and `miles verify` accepts no other."""
+
+    versions: bool = True
+    """Delete policy versions that nobody can need: those behind the two newest full ones, once they are evaluated."""
+    checkpoints: int = Field(default=2, ge=2)
+    """This many of the newest checkpoints stay; older ones are deleted."""
+    trajectories: Literal["keep", "after_two_checkpoints"] = "keep"
+    """Shards are what `miles verify` proves trained rows with, and what the report shows: `keep`. Otherwise those that no
+    recovery from a kept checkpoint needs are deleted."""
+
+
 class EvaluationSpec(Closed):
     """Greedy evaluation of the first and the last version on held-out tasks."""
 
@@ -266,6 +278,8 @@ class Recipe(Closed):
     """Objective and optimizer."""
     policy: PolicySpec = PolicySpec()
     """Published versions."""
+    retention: RetentionSpec = RetentionSpec()
+    """What is deleted while the run goes on."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Greedy evaluation."""
     tracking: TrackingSpec = TrackingSpec()

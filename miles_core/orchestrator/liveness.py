@@ -99,5 +99,6 @@ class LivenessWatch:
             progress=beat.progress,
             load=beat.load,
             version=None if beat.version is None else Version(*beat.version),
+            reading=None if beat.reading is None else Version(*beat.reading),
             silent_s=round(self._judge.silent_s(*who), 3),
         )

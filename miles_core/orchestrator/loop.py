@@ -17,10 +17,10 @@ from miles_core.orchestrator.intake import Intake
 from miles_core.orchestrator.liveness import LivenessWatch
 from miles_core.orchestrator.planner import Emitted, Planner
 from miles_core.orchestrator.report import Reporter
-from miles_core.orchestrator.state import State, number_of
+from miles_core.orchestrator.state import State
 from miles_core.orchestrator.watchdog import Watchdog
 from miles_core.policy.lineage import StepLog
-from miles_core.records import Batch, Cut, GradeOrder, Order, StepDone, Stop, WriterCut
+from miles_core.records import Batch, Cut, GradeOrder, Order, StepDone, Stop, WriterCut, number_of
 from miles_core.run import all_writers, grader_writers, rollout_writers
 from miles_core.runtime.context import RoleContext
 from miles_core.runtime.crash import crash_point

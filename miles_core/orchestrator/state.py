@@ -36,6 +36,7 @@ from miles_core.records import (
     ShardSealed,
     TrajectoryRef,
     WriterCut,
+    number_of,
     sample_id,
 )
 
@@ -109,11 +110,6 @@ class Group:
     def is_complete(self) -> bool:
         """All samples are listed and graded."""
         return self.num_listed == self.num_graded == len(self.samples)
-
-
-def number_of(identifier: str) -> int:
-    """12 of `g12.o3`."""
-    return int(identifier[1:].partition(".")[0])
 
 
 def receiver_of(order: Order | GradeOrder) -> Receiver:

@@ -165,10 +165,14 @@ class Evaluator:
         version, problems = published.version, self._context.recipe.evaluation.problems
         self._context.state = f"evaluating: version {version.step}"
         started = self._context.clock()
-        tensors, manifest = read_version(
-            self._context.paths, self._context.run.run_id, published, self._learner, fs=self._context.fs,
-            deadline_s=gone_after_s(self._context), clock=self._context.clock, sleep=self._context.sleep,
-        )  # fmt: skip
+        self._context.reads = version
+        try:
+            tensors, manifest = read_version(
+                self._context.paths, self._context.run.run_id, published, self._learner, fs=self._context.fs,
+                deadline_s=gone_after_s(self._context), clock=self._context.clock, sleep=self._context.sleep,
+            )  # fmt: skip
+        finally:
+            self._context.reads = None
         if self._scorer is None:
             self._scorer = self._make_scorer()
         self._scorer.load(tensors, manifest)

@@ -77,7 +77,7 @@ class PolicyFeed:
     """
 
     def __init__(self, context: RoleContext, engine: Engine, read: ReadVersion | None = None) -> None:
-        self._engine, self._clock, self._timing = engine, context.clock, context.timing
+        self._engine, self._clock, self._timing, self._context = engine, context.clock, context.timing, context
         self._steps = StepLog(context.follow("learner-0"))
         self._read = read or PolicyCopy(context.paths, context.run.run_id, self._steps, fs=context.fs).read
         self._failing_since: float | None = None
@@ -106,7 +106,11 @@ class PolicyFeed:
             self._failed(newest, error, max(10.0, 4 * self._timing.visibility_s))
 
     def _load(self, published: Published) -> None:
-        tensors, manifest = self._read(published)
+        self._context.reads = published.version
+        try:
+            tensors, manifest = self._read(published)
+        finally:
+            self._context.reads = None
         try:
             self._engine.load_weights(tensors, published.version)
         except ValueError as error:

@@ -67,6 +67,8 @@ class RoleContext:
         """Set by TERM and USR2: seal, save, leave."""
         self.state, self.progress, self.load = "starting", 0, 0
         self.version: Version | None = None
+        self.reads: Version | None = None
+        """The version that is being read now, for the heartbeat."""
         self._counter = 0
         self._renewed_at = clock()
         self._gap_at = self._checked_at = self._renewed_at
@@ -99,7 +101,7 @@ class RoleContext:
         self._counter += 1
         heartbeat = Heartbeat(
             writer=self.writer, attempt=self.attempt, counter=self._counter, state=self.state,
-            progress=self.progress, load=self.load, version=self.version,
+            progress=self.progress, load=self.load, version=self.version, reading=self.reads,
         )  # fmt: skip
         write_heartbeat(self.fs, self.paths.heartbeats, heartbeat)
         now = self.clock()

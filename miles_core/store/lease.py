@@ -89,6 +89,8 @@ class Heartbeat(Closed):
     """Work in progress, in the role's own unit (rollout: unfinished samples)."""
     version: tuple[int, int] | None = None
     """(step, attempt) of the weights in use."""
+    reading: tuple[int, int] | None = None
+    """(step, attempt) of the version it is on its way to; the collector waits for it, up to a cap (I12)."""
 
 
 class LeaseFolder:

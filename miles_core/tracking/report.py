@@ -76,7 +76,8 @@ def _header(data: ReportData) -> str:
 def _tiles(data: ReportData) -> str:
     summary = data.summary
     reward, greedy, staleness, seconds = (summary[key] for key in ("reward", "eval", "staleness", "seconds"))
-    groups = summary["groups"]
+    groups, disk = summary["groups"], summary["disk"].values()
+    kept, deleted = (sum(part[key] for part in disk) for key in ("bytes", "deleted_bytes"))
     tiles = [
         (f"{summary['steps']} / {data.ledger.run.recipe.steps}", "steps trained"),
         (_change(reward["first5"], reward["last5"]), "reward, sampled: first and last 5 steps"),
@@ -86,6 +87,7 @@ def _tiles(data: ReportData) -> str:
         (span_text(seconds["total"]), f"in all, of it {span_text(seconds['setup'])} set-up"),
         (span_text(seconds["both_busy"]), "learner and rollout busy at once"),
         (f"{groups['trained']} / {groups['issued']}", f"groups trained / issued, {groups['open']} open"),
+        (f"{number(kept)}B / {number(deleted)}B", "versions, checkpoints and shards: kept / deleted"),
     ]
     cells = "".join(
         f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>' for value, name in tiles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,6 +56,7 @@ def summarize(ledger: Ledger, paths: RunPaths) -> dict[str, Any]:
             "bytes_published": sum(published.size_bytes for published in ledger.steps.published.values()),
             "bytes_full": sum(published.full_bytes or published.size_bytes for published in ledger.steps.published.values()),
         },
+        "disk": _disk(ledger),
         "jobs": [_job(ledger, writer) for writer in all_writers(ledger.run.recipe)],
         "incidents": [incident.model_dump(exclude={"kind"}) for incident in ledger.incidents],
     }
@@ -67,6 +69,22 @@ def _evaluation(ledger: Ledger) -> dict[str, Any]:
         "greedy_before": None if before is None else before.greedy_score,
         "greedy_after": None if after is None else after.greedy_score,
         "n": ledger.run.recipe.evaluation.problems,
+    }
+
+
+def _disk(ledger: Ledger) -> dict[str, dict[str, int]]:
+    """Bytes that are left of what was announced, and bytes that the collector deleted; journals and logs are not in it."""
+    written = {
+        "version": sum(published.size_bytes for published in ledger.steps.published.values()),
+        "checkpoint": sum(file.size_bytes for saved in ledger.steps.checkpoints.values() for file in saved.files),
+        "shard": ledger.shard_bytes,
+    }
+    deleted = Counter[str]()
+    for item in ledger.deleted.values():
+        deleted[item.what] += item.size_bytes
+    return {
+        f"{what}s": {"bytes": size_bytes - deleted[what], "deleted_bytes": deleted[what]}
+        for what, size_bytes in written.items()
     }
 
 

@@ -35,6 +35,7 @@ from miles_core.store.publish import check_file
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import read_shard
 from miles_core.verify.joined import SELF_CUTTING, Joined, Shard
+from miles_core.verify.retention import check_deletions
 from miles_core.verify.streams import Fault, Files
 from miles_core.verify.weights import check_checkpoints, check_evaluations, check_versions
 
@@ -94,6 +95,7 @@ def _read_once(root: Path) -> Verification:
     check_versions(joined)
     check_checkpoints(joined)
     check_evaluations(joined)
+    check_deletions(joined)
     state = _check_end(joined)
     return Verification(run.run_id, state, _facts(joined), files.faults)
 
@@ -174,7 +176,8 @@ def _check_shards(joined: Joined) -> None:
                 check_file(path, record.size_bytes, record.digest)
                 shard.rows = read_shard(path)
             except FileNotFoundError:
-                fault("shard_missing", record.path, f"announced by {writer} attempt {attempt}, but not there")
+                if not joined.was_deleted(record.path, record.digest):
+                    fault("shard_missing", record.path, f"announced by {writer} attempt {attempt}, but not there")
             except (DigestMismatch, RunDirectoryError) as error:
                 fault("shard_digest", record.path, str(error))
             else:
@@ -375,6 +378,7 @@ def _facts(joined: Joined) -> dict[str, Any]:
         "attempts": {writer: len(streams) for writer, streams in joined.files.streams.items() if streams},
         "shards": len(joined.shards),
         "versions": len([1 for _, record in joined.learner if isinstance(record, Published)]),
+        "deleted": dict(Counter(item.what for item in joined.deleted.values())),
     }
 
 

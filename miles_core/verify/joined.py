@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from miles_core.records import Batch, GroupIssued, Order, RunEnded, ShardSealed, StepDone, Version, WriterCut
-from miles_core.run import RunConfig, all_writers
+from miles_core.records import (
+    Batch,
+    Deleted,
+    Deletion,
+    GroupIssued,
+    Order,
+    RunEnded,
+    ShardSealed,
+    StepDone,
+    Version,
+    WriterCut,
+)
+from miles_core.run import RunConfig, all_writers, rollout_writers
 from miles_core.trajectories.schema import Trajectory
 from miles_core.verify.streams import Files
 
@@ -46,11 +58,28 @@ class Joined:
         self.known: dict[Version, StepDone] = {}
         self.ended: RunEnded | None = None
         self.evaluated: set[int] = set()
+        self.deleted: dict[str, Deleted] = {
+            item.name: item
+            for _, record in self.accepted("supervisor-0")
+            if isinstance(record, Deletion)
+            for item in record.items
+        }
+        """What the supervisor recorded as deleted, by name."""
 
     def accepted(self, writer: str) -> list[tuple[int, Any]]:
         """(attempt, record) of all records of a writer that count, in order."""
         streams = self.files.streams[writer]
         return [(attempt, record) for attempt in sorted(streams) for record in streams[attempt].accepted]
+
+    def was_deleted(self, name: str, digest: str) -> bool:
+        """Whether exactly this is recorded as deleted; then its files need not be there."""
+        return name in self.deleted and self.deleted[name].digest == digest
+
+    def all_shards(self) -> Iterator[ShardSealed]:
+        """Everything that a replica ever announced, also behind a cut."""
+        for writer, _ in rollout_writers(self.recipe):
+            for stream in self.files.streams[writer].values():
+                yield from (record for _, record in stream.records if isinstance(record, ShardSealed))
 
     def _cut_workers(self) -> None:
         seen: set[tuple[str, int]] = set()

@@ -10,13 +10,13 @@ from miles_core.errors import DigestMismatch, MilesError
 from miles_core.policy.lineage import Lineage
 from miles_core.policy.local_copy import PolicyCopy
 from miles_core.policy.manifest import MANIFEST_NAME, PolicyManifest, digest_entries
-from miles_core.records import CheckpointSaved, EvaluationPoint, Published, Version
+from miles_core.records import CheckpointSaved, EvaluationPoint, Published, Version, digest_record
 from miles_core.store.publish import check_file, digest_file
 from miles_core.verify.joined import Joined
 
 
 def check_versions(joined: Joined) -> None:
-    """Published versions are those of accepted steps, and their files are what was announced."""
+    """Published versions are those of accepted steps, and their files, until they are deleted, are what was announced."""
     fault, paths = joined.files.fault, joined.files.paths
     lineage = Lineage()
     published = lineage.published
@@ -34,8 +34,9 @@ def check_versions(joined: Joined) -> None:
                 record.folder,
                 f"published {record.weights_digest}, the step record says {step.weights_digest}",
             )
-        _check_version_files(joined, record, paths.root / record.folder)
-        _prove_weights(joined, record, copy)
+        if not joined.was_deleted(record.folder, record.manifest_digest):
+            _check_version_files(joined, record, paths.root / record.folder)
+            _prove_weights(joined, record, copy)
     final = joined.recipe.steps
     if joined.ended is not None and not any(version.step == final for version in published):
         fault("version_missing", f"version {final}", "the run ended, but its last version was not published")
@@ -85,7 +86,7 @@ def check_checkpoints(joined: Joined) -> None:
             joined.files.fault(
                 "checkpoint", record.folder, f"holds weights {record.weights_digest}, step {record.step} made others"
             )
-        for file in record.files:
+        for file in () if joined.was_deleted(record.folder, digest_record(record)) else record.files:
             try:
                 check_file(joined.files.paths.root / record.folder / file.name, file.size_bytes, file.digest)
             except FileNotFoundError:

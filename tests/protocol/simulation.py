@@ -1,11 +1,11 @@
 """A whole run in one process: the real orchestrator against simulated roles, over the real store, by one seed.
 
-Real: run directory, leases, heartbeats, journals, followers, cuts, records, shards and versions (with `real_files`), and the
-orchestrator's loop. Invented: time (one clock, moved by the cluster), what is sampled and graded, and the supervisor, which
-replaces whom the test tells it to. Every role is a generator that is stepped in an order drawn from the seed, so a seed is
-a schedule and a failure can be run again. A process can be killed in the middle of any write, be frozen and go on as
-a zombie after its successor started, or be replaced while it works. Names and bytes become visible to other nodes late, by
-less than visibility_s.
+Real: run directory, leases, heartbeats, journals, followers, cuts, records, the orchestrator's loop and, with `real_files`,
+shards, versions and the collector. Invented: time (one clock, moved by the cluster), what is sampled and graded, and the
+supervisor, which replaces whom the test tells it to. Every role is a generator that is stepped in an order drawn from the
+seed, so a seed is a schedule and a failure can be run again. A process can be killed in the middle of any write, be frozen
+and go on as a zombie after its successor started, or be replaced while it works. Names and bytes become visible to other
+nodes late, by less than visibility_s.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from cluster.collector import Collector
 from miles_core.errors import LeaseLost
 from miles_core.orchestrator.loop import Orchestrator
 from miles_core.paths import RunPaths
@@ -44,6 +45,7 @@ def simulated_recipe(**changes: object) -> Recipe:
         "orchestrator": {"prompts": 3, "samples": 2, "capacity_batches": 2.0, "max_staleness": 3, "version_wait_s": 20.0},
         "learner": {"minibatches": 1, "checkpoint_every": 2},
         "evaluation": {"problems": 4},
+        "retention": {},
     }
     top: dict[str, object] = {"name": "simulated", "steps": 4}
     for key, value in changes.items():
@@ -300,6 +302,7 @@ class SimCluster:
         self._starts: list[_Start] = []
         self.ticks = 0
         self._supervisor = self._open_supervisor()
+        self._collector = Collector(self._supervisor_context, self._supervisor.write)
 
     # --- the supervisor ----------------------------------------------------------------------------------------------
 
@@ -333,7 +336,7 @@ class SimCluster:
             self.run, self.paths, "supervisor-0", 1, token=token("supervisor-0", 1), fs=NodeFS(self.disk, "supervisor-0.a1"),
             clock=self.clock, sleep=self.clock.advance,
         )  # fmt: skip
-        self._leases = context.leases
+        self._supervisor_context, self._leases = context, context.leases
         context.leases.acquire("supervisor-0", 1, context.token)
         journal = context.journal()
         journal.write(Cuts())
@@ -365,6 +368,8 @@ class SimCluster:
         for process in self.rng.sample(living, len(living)):
             if self.rng.random() < 0.8:
                 process.step()
+        if self.real_files:
+            self._collector.tick()
 
     def _replace_ended(self) -> None:
         """Whatever ended without a completion record is started again."""
@@ -418,12 +423,14 @@ def stall(cluster: SimCluster, seconds: float, node: str = "") -> None:
     cluster.disk.failing_until[node] = cluster.clock() + seconds
 
 
-def finished_run(folder: Path, *, steps: int = 4, seed: int = 0, kills: tuple[str, ...] = ()) -> Path:
+def finished_run(
+    folder: Path, *, steps: int = 4, seed: int = 0, kills: tuple[str, ...] = (), recipe: Recipe | None = None
+) -> Path:
     """A run directory of a run that ended, with real shards and versions.
 
     `kills`: `writer` or `writer:how`, one every 6 simulated seconds.
     """
-    cluster = SimCluster(folder, seed=seed, recipe=simulated_recipe(steps=steps), real_files=True)
+    cluster = SimCluster(folder, seed=seed, recipe=recipe or simulated_recipe(steps=steps), real_files=True)
     cluster.start()
     for kill in kills:
         due_s = cluster.clock() + 6

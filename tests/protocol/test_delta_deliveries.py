@@ -168,7 +168,7 @@ class World:
 
     def collect(self) -> None:
         """Deletes what need not stay, as the supervisor would."""
-        keep = retained(self.lineage)
+        keep = retained(self.lineage.published)
         for version, published in self.lineage.published.items():
             folder = RunPaths(ROOT).resolve(published.folder)
             if version not in keep:

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from miles_core.orchestrator.decide import Balancer, derive_seed, min_step, num_to_issue, oldest_step, staleness, unusable
-from miles_core.orchestrator.state import Key, Receiver, key_of, number_of
-from miles_core.records import ShardEntry, Version
+from miles_core.orchestrator.state import Key, Receiver, key_of
+from miles_core.records import ShardEntry, Version, number_of
 
 
 @pytest.mark.parametrize(

@@ -546,21 +546,21 @@ def announced(*versions: tuple[int, int, bool]) -> Lineage:
 
 def test_the_two_newest_anchors_and_all_deltas_after_the_older_one_stay():
     lineage = announced(*[(step, 1, step % 4 == 0) for step in range(11)])
-    assert retained(lineage) == {(step, 1) for step in range(4, 11)}
-    assert retained(lineage, [Version(2, 1)]) == {(step, 1) for step in (0, 1, 2, *range(4, 11))}
-    assert retained(lineage, [Version(99, 1), Version(5, 1)]) == retained(lineage)
+    assert retained(lineage.published) == {(step, 1) for step in range(4, 11)}
+    assert retained(lineage.published, [Version(2, 1)]) == {(step, 1) for step in (0, 1, 2, *range(4, 11))}
+    assert retained(lineage.published, [Version(99, 1), Version(5, 1)]) == retained(lineage.published)
 
 
 def test_an_anchor_of_a_later_attempt_is_newer_whatever_its_step():
     lineage = announced((0, 1, True), (1, 1, False), (2, 1, True), (3, 1, False), (2, 2, True), (3, 2, False))
-    assert retained(lineage) == {(2, 1), (3, 1), (2, 2), (3, 2)}
-    assert retained(announced((0, 1, True), (1, 1, False))) == {(0, 1), (1, 1)} and retained(Lineage()) == set()
+    assert retained(lineage.published) == {(2, 1), (3, 1), (2, 2), (3, 2)}
+    assert retained(announced((0, 1, True), (1, 1, False)).published) == {(0, 1), (1, 1)} and retained({}) == set()
 
 
 def test_what_is_retained_is_enough_for_every_retained_version(tmp_path):
     fleet = Fleet(tmp_path, anchor_every=3, anchor_ratio=100)
     chain = chain_of(fleet, 11)
-    keep = retained(fleet.lineage, [Version(1, 1)])
+    keep = retained(fleet.lineage.published, [Version(1, 1)])
     assert len(keep) < len(chain)
     for published, _ in chain:
         if published.version not in keep:

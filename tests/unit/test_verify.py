@@ -16,12 +16,12 @@ import pytest
 import xxhash
 
 from miles_core.paths import RunPaths
-from miles_core.records import Batch
+from miles_core.records import Batch, CheckpointSaved, digest_record
 from miles_core.store.publish import digest_file
 from miles_core.trajectories.shards import encode_shard, read_shard
 from miles_core.verify import Fault, checks, verify_run
 from tests.e2e.tamper import Record, edit_records, of_kind, read_records
-from tests.protocol.simulation import KILLS, finished_run
+from tests.protocol.simulation import KILLS, finished_run, simulated_recipe
 
 HURT = (
     ("rollout-0:kill", "grader-1:freeze"),
@@ -182,6 +182,50 @@ def lease_unreadable(root: Path) -> None:
     (root / "leases" / "grader-0.a1").write_text("[]")
 
 
+def deletion_record_removed(root: Path) -> None:
+    """What is gone then has no record."""
+    forge(root, "supervisor-0", lambda records: records.remove(of_kind(records, "deletion")[0]))
+
+
+def deletion_of_another_digest(root: Path) -> None:
+    def edit(records: list[Record]) -> None:
+        of_kind(records, "deletion")[0]["items"][0]["digest"] = "0" * 32
+
+    forge(root, "supervisor-0", edit)
+
+
+def deleted_with_a_record(what: str, name: str, size_bytes: int, digest: str) -> Callable[[Path], None]:
+    """Somebody removes what is still needed, and also writes the record that the collector would have written."""
+
+    def falsify(root: Path) -> None:
+        item = {"what": what, "name": name, "size_bytes": size_bytes, "digest": digest}
+
+        def edit(records: list[Record]) -> None:
+            records.insert(-1, {"kind": "deletion", "items": [item]})
+
+        path = root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        forge(root, "supervisor-0", edit)
+
+    return falsify
+
+
+def newest_version_deleted(root: Path) -> None:
+    record = of_kind(read_records(journal_of(root, "learner-0")), "published")[-1]
+    deleted_with_a_record("version", record["folder"], record["size_bytes"], record["manifest_digest"])(root)
+
+
+def newest_checkpoint_deleted(root: Path) -> None:
+    record = of_kind(read_records(journal_of(root, "learner-0")), "checkpoint")[-1]
+    digest = digest_record(CheckpointSaved.model_validate(record))
+    deleted_with_a_record("checkpoint", record["folder"], sum(file["size_bytes"] for file in record["files"]), digest)(root)
+
+
+def shard_deleted_though_all_stay(root: Path) -> None:
+    record = of_kind(read_records(journal_of(root, "rollout-0")), "shard")[0]
+    deleted_with_a_record("shard", record["path"], record["size_bytes"], record["digest"])(root)
+
+
 CASES: list[tuple[Callable[[Path], None], str]] = [
     (learner_journal_absent, "step_missing"),
     (completion_records_absent, "completion_record"),
@@ -202,6 +246,12 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (order_for_somebody_else, "order"),
     (order_for_other_samples, "order"),
     (batch_made_smaller, "batch_size"),
+    (deletion_record_removed, "version_missing"),
+    (deletion_of_another_digest, "version_missing"),
+    (deletion_of_another_digest, "deletion"),
+    (newest_version_deleted, "deletion"),
+    (newest_checkpoint_deleted, "deletion"),
+    (shard_deleted_though_all_stay, "deletion"),
 ]
 
 
@@ -214,6 +264,19 @@ def test_a_forgery_with_repaired_hashes_is_named(
     falsify(copy)
     found = {fault.kind for fault in verify_run(copy).faults}
     assert kind in found, f"found only {found}"
+
+
+@pytest.mark.parametrize("kills", [(), ("learner-0", "orchestrator-0:ghost", "learner-0:freeze")], ids=["quiet", "kills"])
+def test_a_run_whose_settled_shards_were_deleted_is_proved(tmp_path: Path, kills: tuple[str, ...]) -> None:
+    """Also over recoveries, which need shards behind the checkpoints only."""
+    recipe = simulated_recipe(steps=9, retention__trajectories="after_two_checkpoints")
+    root = finished_run(tmp_path / "run", kills=kills, recipe=recipe)
+    result = verify_run(root)
+    assert result.faults == [] and result.state == "COMPLETED"
+    assert result.facts["deleted"]["shard"] > 0 and result.facts["deleted"]["checkpoint"] > 0
+    shard = next(iter(sorted(root.glob("trajectories/rollout-0/*/*.arrow"))))
+    shard.unlink()
+    assert {fault.kind for fault in verify_run(root).faults} == {"shard_missing"}
 
 
 @pytest.mark.parametrize("writer", ["learner-0", "orchestrator-0", "evaluator-0", "rollout-0", "grader-0"])

@@ -1,0 +1,484 @@
+"""The collector (I12): only what retired, recorded before the bytes go, taken up by a successor; and readers that race it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.collector import MOST_A_TICK, READING_CAP_S, Collector, remove_object
+from cluster.epoch import WRITER, supervisor_context
+from miles_core.errors import DeadlineExceeded, DigestMismatch, LeaseLost
+from miles_core.paths import RunPaths
+from miles_core.policy.lineage import StepLog
+from miles_core.policy.local_copy import PolicyCopy
+from miles_core.policy.manifest import MANIFEST_NAME, Probe, tensor_entries
+from miles_core.policy.publisher import Publisher
+from miles_core.recipe import PolicySpec, RetentionSpec
+from miles_core.records import (
+    Cuts,
+    Deletion,
+    Drop,
+    EvaluationPoint,
+    GroupIssued,
+    Published,
+    ShardEntry,
+    ShardSealed,
+    StepDone,
+    Version,
+)
+from miles_core.run import RunConfig
+from miles_core.runtime.context import RoleContext
+from miles_core.store.fs import FileSystem
+from miles_core.store.journal import JournalWriter
+from miles_core.store.lease import LeaseFolder
+from miles_core.tracking.ledger import read_all
+from tests.protocol.learner_run import STEPS, FakeOrchestrator, learner_context, make_run, read_lineage, run_learner
+from tests.unit.fake_slurm import ManualClock
+
+Run = tuple[RunConfig, RunPaths]
+PROBE = Probe(prompts=((1, 2),), logprobs=((-1.0,),), dtype="float32", tolerance=1e-3)
+
+
+class Epoch:
+    """A supervisor as far as the collector needs one: its lease, its journal, a clock."""
+
+    def __init__(
+        self, run: Run, epoch: int = 1, remove: Callable[[Path], None] = remove_object, fs: FileSystem | None = None
+    ) -> None:
+        self.clock = ManualClock()
+        made = supervisor_context(*run, epoch)
+        self.context = RoleContext(*run, WRITER, epoch, token=made.token, fs=fs, clock=self.clock, sleep=self.clock.sleep)
+        self.context.leases.acquire(WRITER, epoch, made.token)
+        predecessors = read_all(self.context.reading, self.context.paths.journal(WRITER))
+        self.journal = self.context.journal()
+        self.journal.write(Cuts())
+        self.collector = Collector(self.context, self.record, remove=remove)
+        for record in predecessors:
+            if isinstance(record, Deletion):
+                self.collector.fold(record)
+
+    def record(self, deletion: Deletion) -> None:
+        self.journal.write(deletion)
+
+    def tick(self, *reading: Version, seconds: float = 1.0) -> None:
+        self.clock.sleep(seconds)
+        self.collector.tick(reading)
+
+    def settle(self, *reading: Version) -> None:
+        """A few ticks: a deletion may free what another waits for."""
+        for _ in range(4):
+            self.tick(*reading)
+
+
+def deletions(run: Run) -> list[str]:
+    """Names of all that any epoch recorded, in order."""
+    context = supervisor_context(*run, 0)
+    records = read_all(context.reading, context.paths.journal(WRITER))
+    return [item.name for record in records if isinstance(record, Deletion) for item in record.items]
+
+
+def versions_on_disk(run: Run) -> list[tuple[int, int]]:
+    """(step, attempt) of every version folder."""
+    return sorted((int(path.name[1:7]), int(path.name[9:])) for path in run[1].root.glob("policy/*/v*"))
+
+
+def checkpoints_on_disk(run: Run) -> list[str]:
+    return sorted(path.name for path in run[1].checkpoints.glob("step_*"))
+
+
+def evaluated(run: Run, *steps: int) -> None:
+    """The evaluator's points."""
+    config, paths = run
+    context = RoleContext(config, paths, "evaluator-0", 1, token="token-e")
+    context.leases.acquire("evaluator-0", 1, "token-e")
+    journal = context.journal()
+    journal.write(Cuts())
+    for step in steps:
+        journal.write(
+            EvaluationPoint(version=Version(step, 1), weights_digest="w", num_problems=5, greedy_score=0.5, seconds=1.0)
+        )
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Run:
+    """A real learner's run: versions 0 to 6, all full, checkpoints of steps 2, 4 and 6; nothing was evaluated."""
+    run = make_run(tmp_path / "run")
+    FakeOrchestrator(*run).write_all()
+    run_learner(*run)
+    return run
+
+
+# --- what goes and what stays ----------------------------------------------------------------------------------------
+
+
+def test_two_full_versions_and_two_checkpoints_stay(trained: Run) -> None:
+    evaluated(trained, 0)
+    Epoch(trained).settle()
+    assert versions_on_disk(trained) == [(STEPS - 1, 1), (STEPS, 1)]
+    assert checkpoints_on_disk(trained) == ["step_000004-a1", "step_000006-a1"]
+    assert len(deletions(trained)) == len(set(deletions(trained))) == STEPS - 1 + 1
+
+
+def test_what_the_evaluator_still_has_to_look_at_stays(trained: Run) -> None:
+    epoch = Epoch(trained)
+    epoch.settle()
+    assert versions_on_disk(trained) == [(0, 1), (STEPS - 1, 1), (STEPS, 1)]
+    evaluated(trained, 0)
+    epoch.settle()
+    assert versions_on_disk(trained) == [(STEPS - 1, 1), (STEPS, 1)]
+
+
+def test_a_version_that_is_read_stays_for_a_while(trained: Run) -> None:
+    evaluated(trained, 0)
+    epoch = Epoch(trained)
+    epoch.settle(Version(3, 1), Version(99, 1))
+    assert (3, 1) in versions_on_disk(trained) and (2, 1) not in versions_on_disk(trained)
+    epoch.tick(Version(3, 1), seconds=READING_CAP_S - 10)
+    assert (3, 1) in versions_on_disk(trained)
+    epoch.tick(Version(3, 1), seconds=20)
+    assert (3, 1) not in versions_on_disk(trained)
+
+
+def test_a_reader_that_arrived_frees_its_version(trained: Run) -> None:
+    evaluated(trained, 0)
+    epoch = Epoch(trained)
+    epoch.settle(Version(3, 1))
+    epoch.tick()
+    assert versions_on_disk(trained) == [(STEPS - 1, 1), (STEPS, 1)]
+
+
+def test_a_checkpoint_that_lost_a_file_does_not_count(trained: Run) -> None:
+    (trained[1].checkpoint(6, 1) / "weights.npy").unlink()
+    Epoch(trained).settle()
+    assert checkpoints_on_disk(trained) == ["step_000002-a1", "step_000004-a1", "step_000006-a1"]
+
+
+def test_a_recovery_after_the_collector_is_bit_exact(tmp_path: Path) -> None:
+    """The newest checkpoint is damaged: the older one is still there."""
+    runs = [make_run(tmp_path / name) for name in ("collected", "untouched")]
+    for run in runs:
+        FakeOrchestrator(*run).write_all()
+        context = learner_context(*run)
+        run_learner(*run, context=context)
+        run[1].done("learner-0").unlink()
+    Epoch(runs[0]).settle()
+    for run in runs:
+        (run[1].checkpoint(6, 1) / "weights.npy").unlink()
+        assert run_learner(*run, attempt=2).loaded == ["step_000004-a1"]
+    newest = [read_lineage(*run).newest_published for run in runs]
+    assert newest[0] is not None and newest[0] == newest[1]
+
+
+@pytest.mark.parametrize("spec", [RetentionSpec(versions=False, checkpoints=3), RetentionSpec(checkpoints=3)])
+def test_the_recipe_says_what_goes(tmp_path: Path, spec: RetentionSpec) -> None:
+    run = make_run(tmp_path / "run", retention=spec)
+    FakeOrchestrator(*run).write_all()
+    run_learner(*run)
+    evaluated(run, 0)
+    Epoch(run).settle()
+    assert len(versions_on_disk(run)) == (2 if spec.versions else STEPS + 1)
+    assert len(checkpoints_on_disk(run)) == 3
+
+
+def test_a_folder_that_is_not_where_it_belongs_is_nobodys_to_delete(trained: Run) -> None:
+    _, paths = trained
+    journal = JournalWriter(
+        FileSystem(), paths.journal("learner-0"), run_id="tiny-1", writer="learner-0", attempt=2, token="token-l2"
+    )
+    LeaseFolder(FileSystem(), paths.leases, "tiny-1").acquire("learner-0", 2, "token-l2")
+    journal.write(Cuts())
+    for step, folder in enumerate(("", "base_model", "../elsewhere", "policy/000/v000009-a9", "policy")):
+        published = Published(version=Version(step, 2), weights_digest="", folder=folder, manifest_digest="", size_bytes=1)
+        journal.write(published)
+    Epoch(trained).settle()
+    assert deletions(trained) == [] and paths.root.is_dir()
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+def seal(run: Run, name: str, *groups: str, attempt: int = 1) -> Path:
+    """A shard of rollout-0 with a row of each group."""
+    config, paths = run
+    path = paths.root / "trajectories/rollout-0/000" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"rows")
+    rows = tuple(
+        ShardEntry(
+            trajectory_id=f"{group}/0@rollout-0.a{attempt}", sample_id=f"{group}/0", group_id=group, order_id="w1.o1", row=row,
+            status="complete", versions=(Version(0, 1),), num_tokens=4, num_sampled_tokens=2,
+        )
+        for row, group in enumerate(groups)
+    )  # fmt: skip
+    journal = JournalWriter(
+        FileSystem(), paths.journal("rollout-0"), run_id=config.run_id, writer="rollout-0", attempt=attempt, token="t"
+    )
+    journal.write(ShardSealed(path=paths.relative(path), size_bytes=4, digest=name, rows=rows))
+    return path
+
+
+def test_shards_go_behind_two_checkpoints_once_all_their_groups_are_settled(tmp_path: Path) -> None:
+    """Batch k is of groups 2k and 2k + 1; checkpoints 4 and 6 stay, so a recovery needs groups from 10 on, and open ones."""
+    run = make_run(tmp_path / "run", retention=RetentionSpec(trajectories="after_two_checkpoints"))
+    orchestrator = FakeOrchestrator(*run)
+    for number in range(1, 14):
+        orchestrator.journal.append(GroupIssued(group_id=f"g{number}.o1", task_seed=1, num_samples=2))
+    orchestrator.write_all()
+    run_learner(*run)
+    settled = seal(run, "a1-000900.arrow", "g2.o1", "g7.o1", attempt=1)
+    mixed = seal(run, "a2-000001.arrow", "g3.o1", "g10.o1", attempt=2)
+    late = seal(run, "a3-000001.arrow", "g9.o1", attempt=3)
+    newest = seal(run, "a4-000001.arrow", "g12.o1", attempt=4)
+    Epoch(run).settle()
+    assert settled.exists() and mixed.exists() and late.exists() and newest.exists()
+    orchestrator.journal.write(Drop(group_id="g1.o1", reason="stale"))
+    Epoch(run, epoch=2).settle()
+    assert not settled.exists() and not late.exists() and mixed.exists() and newest.exists()
+    names = [name for name in deletions(run) if name.startswith("trajectories")]
+    assert names == [run[1].relative(settled), run[1].relative(late)]
+
+
+def test_shards_stay_unless_the_recipe_says_otherwise(trained: Run) -> None:
+    shard = seal(trained, "a1-000900.arrow", "g2.o1")
+    Epoch(trained).settle()
+    assert shard.exists()
+
+
+# --- order, crashes, epochs ------------------------------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """kill -9."""
+
+
+def test_the_record_is_on_disk_before_the_bytes_go(trained: Run) -> None:
+    def look(path: Path) -> None:
+        assert trained[1].relative(path) in deletions(trained) and path.is_dir()
+        remove_object(path)
+
+    Epoch(trained, remove=look).settle()
+    assert deletions(trained)
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_successor_takes_up_what_was_recorded(trained: Run, after: int) -> None:
+    """Killed before an object goes, or with half of it gone."""
+    done: list[Path] = []
+
+    def die(path: Path) -> None:
+        if len(done) == after:
+            (path / MANIFEST_NAME).unlink(missing_ok=after % 2 == 0)
+            raise Died
+        done.append(path)
+        remove_object(path)
+
+    with pytest.raises(Died):
+        Epoch(trained, remove=die).settle()
+    recorded = deletions(trained)
+    Epoch(trained, epoch=2).settle()
+    assert versions_on_disk(trained) == [(0, 1), (STEPS - 1, 1), (STEPS, 1)]
+    assert checkpoints_on_disk(trained) == ["step_000004-a1", "step_000006-a1"]
+    assert deletions(trained)[: len(recorded)] == recorded
+    assert len(deletions(trained)) == len(set(deletions(trained)))
+
+
+def test_nothing_is_recorded_while_bytes_of_the_last_record_are_left(trained: Run) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(116, "Stale file handle", str(path))
+
+    epoch = Epoch(trained, remove=refuse)
+    for _ in range(3):
+        with pytest.raises(OSError, match="Stale"):
+            epoch.tick()
+    assert len(read_all(epoch.context.reading, epoch.context.paths.journal(WRITER))) == 2
+
+
+def test_a_newer_epoch_ends_the_collector_before_the_next_object(trained: Run) -> None:
+    leases = LeaseFolder(FileSystem(), trained[1].leases, trained[0].run_id)
+    gone: list[Path] = []
+
+    def be_superseded(path: Path) -> None:
+        remove_object(path)
+        gone.append(path)
+        leases.tombstone(WRITER, 2, "t")
+
+    with pytest.raises(LeaseLost):
+        Epoch(trained, remove=be_superseded).settle()
+    assert len(gone) == 1
+
+
+def test_a_record_that_cannot_be_written_deletes_nothing(trained: Run) -> None:
+    epoch = Epoch(trained, remove=pytest.fail)
+
+    def full(deletion: Deletion) -> None:
+        raise OSError(28, "No space left on device")
+
+    epoch.collector._record = full
+    with pytest.raises(OSError, match="No space"):
+        epoch.settle()
+
+
+def test_what_is_gone_already_is_fine(trained: Run) -> None:
+    shutil.rmtree(trained[1].version(1, 1))
+    Epoch(trained).settle()
+    assert versions_on_disk(trained) == [(0, 1), (STEPS - 1, 1), (STEPS, 1)]
+
+
+class Counting(FileSystem):
+    """Counts calls."""
+
+    calls = 0
+
+    def read(self, path: Path, offset: int = 0, limit: int = -1) -> bytes:
+        self.calls += 1
+        return super().read(path, offset, limit)
+
+    def listdir(self, path: Path) -> list[str]:
+        self.calls += 1
+        return super().listdir(path)
+
+
+def announce(run: Run, num_versions: int) -> None:
+    """A learner's journal of so many versions, every tenth full, without their bytes."""
+    context = learner_context(*run)
+    context.leases.acquire("learner-0", 1, context.token)
+    journal = context.journal()
+    journal.write(Cuts())
+    for step in range(num_versions):
+        version = Version(step, 1)
+        journal.append(
+            Published(
+                version=version, weights_digest="", folder=run[1].relative(run[1].version(*version)), manifest_digest="",
+                size_bytes=1, base=Version(step - 1, 1) if step % 10 else None,
+            )
+        )  # fmt: skip
+    journal.flush()
+
+
+def test_a_tick_costs_what_is_new_not_the_age_of_the_run(tmp_path: Path) -> None:
+    """I16: calls of the filesystem, and versions that are looked at, once everything was deleted that may be."""
+    costs = []
+    for age in (100, 600):
+        run, fs = make_run(tmp_path / str(age), steps=1000), Counting()
+        announce(run, age)
+        evaluated(run, 0)
+        epoch = Epoch(run, remove=lambda path: None, fs=fs)
+        for _ in range(2 + age // MOST_A_TICK):
+            epoch.tick()
+        fs.calls = 0
+        epoch.tick()
+        costs.append((fs.calls, len(epoch.collector._versions)))
+    assert costs[0] == costs[1]
+
+
+# --- readers against the collector -----------------------------------------------------------------------------------
+
+
+class SlowReader(FileSystem):
+    """Now and then a read of a version begins only after the collector took it, or after the last one was published."""
+
+    def __init__(self, draw: random.Random, published: threading.Event) -> None:
+        self._draw, self._published = draw, published
+
+    def read(self, path: Path, offset: int = 0, limit: int = -1) -> bytes:
+        if "policy" in path.parts and self._draw.random() < 0.05:
+            while path.exists() and not self._published.is_set():
+                time.sleep(0.002)
+        return super().read(path, offset, limit)
+
+
+class Race:
+    """A publisher, a collector that deletes as early as it may, and readers, each a thread."""
+
+    def __init__(self, run: Run, last: Version) -> None:
+        self.config, self.paths = run
+        self.last = last
+        self.truth: dict[Version, bytes] = {}
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.published, self.over = threading.Event(), threading.Event()
+        self.arrived: list[Version | None] = []
+
+    def publish(self) -> None:
+        import torch
+
+        context = learner_context(self.config, self.paths)
+        context.leases.acquire("learner-0", 1, context.token)
+        journal = context.journal()
+        journal.write(Cuts())
+        spec = PolicySpec(anchor_every=3, anchor_ratio=9)
+        publisher = Publisher(FileSystem(), self.paths, spec, run_id=self.config.run_id, learner_token="t")
+        numbers = np.random.default_rng(0)
+        weights = numbers.standard_normal(3000).astype(np.float32)
+        for step in range(self.last.step + 1):
+            weights[numbers.integers(0, weights.size, 20)] += 1
+            tensors = {"w": torch.from_numpy(weights.copy())}
+            prepared = publisher.prepare(Version(step, 1), tensors, tensor_entries(tensors), PROBE)
+            published = publisher.write(prepared)
+            self.truth[Version(step, 1)] = weights.tobytes()
+            journal.append(
+                StepDone(
+                    step=step, batch_id="", manifest_digest="", weights_digest=published.weights_digest, staleness=0,
+                    mean_reward=0.0,
+                )
+            )  # fmt: skip
+            journal.write(published)
+        self.published.set()
+
+    def collect(self, epoch: Epoch) -> None:
+        while not self.over.is_set():
+            epoch.tick()
+            time.sleep(0.002)
+
+    def read(self, number: int) -> None:
+        draw = random.Random(number)
+        reader = RoleContext(self.config, self.paths, f"rollout-{number}", 1, fs=SlowReader(draw, self.published))
+        steps = StepLog(reader.follow("learner-0"))
+        copy = PolicyCopy(self.paths, self.config.run_id, steps, fs=reader.fs)
+        deadline_s = time.monotonic() + 60
+        while copy.version != self.last and time.monotonic() < deadline_s:
+            steps.poll()
+            newest = steps.newest_published
+            if newest is None or copy.version == newest.version:
+                time.sleep(0.001)
+                continue
+            try:
+                tensors, _ = copy.read(newest)
+            except DeadlineExceeded:
+                self.counts["gone under the reader"] += 1
+            except DigestMismatch as error:
+                self.wrong.append(str(error))
+                return
+            else:
+                self.counts["served"] += 1
+                if tensors["w"].numpy().tobytes() != self.truth[newest.version]:
+                    self.wrong.append(f"other bytes as version {newest.version}")
+        self.arrived.append(copy.version)
+
+
+def test_readers_that_race_the_collector_are_never_served_wrong_bytes_and_all_arrive(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1000)
+    evaluated(run, 0)
+    race, epoch = Race(run, Version(199, 1)), Epoch(run)
+    threads = [threading.Thread(target=race.collect, args=(epoch,))]
+    threads += [threading.Thread(target=race.read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    race.publish()
+    for thread in threads[1:]:
+        thread.join(60)
+    race.over.set()
+    threads[0].join(60)
+    assert race.wrong == []
+    assert race.arrived == [race.last] * 4
+    assert race.counts["gone under the reader"] > 0, f"the collector never got in anybody's way: {race.counts}"
+    epoch.settle()
+    assert len(versions_on_disk(run)) <= 6 < len(deletions(run))
