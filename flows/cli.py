@@ -2,7 +2,7 @@
 
 Exit codes: 0 well; 1 unexpected; 2 wrong recipe, profile or run directory; 3 another supervisor holds the run; 4 verify found
 faults; 5 a role cannot be replaced; 6 the run needs a rollback; 7 the scheduler refused; 8 a wait ended; 9 damaged files;
-10 the run was cancelled; 130 left on Ctrl-C (the jobs go on).
+10 the run was cancelled; 12 a drill failed; 130 left on Ctrl-C (the jobs go on).
 """
 
 from __future__ import annotations
@@ -295,6 +295,21 @@ def doctor(cluster: ClusterName = "local", as_json: AsJson = False) -> None:
         print_findings(findings)
     if any(finding.verdict == "bad" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def drill(
+    recipe: RecipeName,
+    plan: Annotated[str, typer.Option("--plan", metavar="PLAN", help="A name in configs/drills, or a YAML file.")],
+    cluster: ClusterName = "local",
+    run_id: Annotated[str | None, typer.Option(help="Name of the run; one that exists is continued, with its plan.")] = None,
+    settings: Settings = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
+    """Rehearses failures on a run: injects a plan's faults, records what each one costs (exit code 12: one did not go well)."""
+    from flows.drill import drill_recipe
+
+    drill_recipe(recipe, cluster, plan, run_id, settings, as_json=as_json)
 
 
 Folder = Annotated[Path, typer.Option(help="Folder of the cluster.")]

@@ -16,6 +16,7 @@ import pytest
 import typer
 import yaml
 
+from cluster.faults.plan import Plan
 from cluster.profile import ClusterProfile
 from flows.cli import app
 from miles_core.recipe import CONFIGS, Recipe
@@ -54,8 +55,10 @@ def blocks(*languages: str) -> list[Block]:
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
-def as_model(data: dict[str, Any]) -> Recipe | ClusterProfile | None:
-    """The recipe or profile that a block shows, whole or in part; None for a part of prefect.yaml."""
+def as_model(data: dict[str, Any]) -> Recipe | ClusterProfile | Plan | None:
+    """The recipe, profile or plan of a drill that a block shows, whole or in part; None for a part of prefect.yaml."""
+    if "faults" in data:
+        return Plan.model_validate(data)
     if "kind" in data:
         return ClusterProfile.model_validate(data)
     if "steps" in data and "model" in data:
