@@ -32,10 +32,10 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	@$(BIN)/uv pip install -q -p $(VENV) --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Slurm, and a browser for the report page, where this user may install packages; where not, the tests say what is missing.
-TOOLS := slurm-wlm munge chromium
+# Slurm, a sandbox, and a browser for the report page, where this user may install packages; where not, the tests say what is missing.
+TOOLS := slurm-wlm munge bubblewrap chromium
 tools:
-	@PATH="$$PATH:/usr/sbin"; command -v sbatch >/dev/null && command -v munged >/dev/null && command -v chromium >/dev/null || \
+	@PATH="$$PATH:/usr/sbin"; command -v sbatch >/dev/null && command -v munged >/dev/null && command -v bwrap >/dev/null && command -v chromium >/dev/null || \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TOOLS) >/dev/null; \
 	  elif command -v apt-get >/dev/null && sudo -n true 2>/dev/null; then \

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.environments import calculator, reasoning_gym
+from miles_core.environments import calculator, reasoning_gym, splits
 from miles_core.environments.base import Message
 from miles_core.environments.calculator import calculate
 from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
@@ -107,7 +107,7 @@ def bootstrap_digest(name: str, environment: EnvironmentSpec) -> str:
     settings = find_warm_up(name, environment)
     key = json.dumps([name, asdict(settings), environment.family, environment.options], sort_keys=True)
     digest = hashlib.sha256(key.encode())
-    for source in (__file__, calculator.__file__, reasoning_gym.__file__):
+    for source in (__file__, calculator.__file__, reasoning_gym.__file__, splits.__file__):
         digest.update(Path(source).read_bytes())
     return digest.hexdigest()[:16]
 

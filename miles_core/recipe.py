@@ -46,11 +46,12 @@ class EnvironmentSpec(Closed):
     """Where tasks come from, and what an episode may do."""
 
     family: str
-    """A reasoning-gym family by its name there, for example `chain_sum`."""
+    """A reasoning-gym family by its name there, for example `chain_sum`; `shell_puzzle`; or `package.module:ClassName`, an
+    environment of your own (miles_core/environments/registry.py says what it needs)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of that family."""
-    tool: Literal["none", "calculator"] = "none"
-    """The tool offered to the model; `none` is one turn."""
+    """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle."""
+    tool: Literal["none", "calculator", "shell"] = "none"
+    """The tool offered to the model; `none` is one turn. An environment of your own decides itself."""
     max_turns: int = Field(default=1, ge=1)
     """Model turns per episode."""
     max_new_tokens: int = Field(default=24, ge=1)
@@ -62,8 +63,20 @@ class EnvironmentSpec(Closed):
     episode_deadline_s: float = Field(default=120.0, gt=0)
     """A whole episode may take this long; then it ends as failed (infrastructure)."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether `family` names a class of the researcher's."""
+        return ":" in self.family
+
     @model_validator(mode="after")
     def _turns_need_a_tool(self) -> Self:
+        if self.is_own:
+            return self
+        if (self.family == "shell_puzzle") != (self.tool == "shell"):
+            raise ValueError(
+                f"environment: family {self.family!r} does not go with tool {self.tool!r}; shell_puzzle needs tool: shell, and "
+                f"no other family has it"
+            )
         if self.tool == "none" and self.max_turns > 1:
             raise ValueError("environment: max_turns > 1 needs a tool; set tool: calculator or max_turns: 1")
         return self

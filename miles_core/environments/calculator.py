@@ -1,7 +1,7 @@
 """The calculator tool: integer sums and products, read by one strict pattern. Nothing is ever evaluated as code.
 
-A turn that ends in `<tool_call>...</tool_call>` is a call. A malformed or cut expression is answered with a short error
-text, so the model can try again; the text never repeats the model's own words.
+A malformed or cut expression is answered with a short error text, so the model can try again; the text never repeats the
+model's own words.
 """
 
 from __future__ import annotations
@@ -12,13 +12,6 @@ MAX_EXPRESSION_CHARS = 128
 _NUMBER = r"-?[0-9]{1,12}"
 _EXPRESSION = re.compile(rf" *{_NUMBER}(?: *[-+*] *{_NUMBER}){{0,15}} *")
 _TERM = re.compile(rf"([-+*]?) *({_NUMBER})")
-_CALL = re.compile(r"<tool_call>(?P<expression>(?:(?!<tool_call>).)*)</tool_call>\s*\Z", re.DOTALL)
-
-
-def tool_call(content: str) -> str | None:
-    """The expression of a turn that ends in a tool call, or None for any other turn."""
-    found = _CALL.search(content)
-    return found["expression"] if found else None
 
 
 def calculate(expression: str) -> str:

@@ -16,26 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.environments.base import EpisodeFailed, Message, Split
-from miles_core.environments.calculator import calculate, tool_call
+from miles_core.environments.calculator import calculate
+from miles_core.environments.splits import MAX_TRIES, in_eval_split, question_digest
+from miles_core.environments.tool_call import tool_call
 from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
 
-MAX_TRIES = 256
-EVAL_SHARE = 4
-"""One question in this many belongs to the eval split."""
 _OWN_OPTIONS = ("seed", "size")
 UNREPRODUCIBLE = frozenset({"isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note"})
 """Families whose questions follow Python's per-process string hash: two processes disagree on a seed (version 0.1.25)."""
-
-
-def question_digest(question: str) -> str:
-    """md5 of a question, hex."""
-    return hashlib.md5(question.encode(), usedforsecurity=False).hexdigest()
-
-
-def in_eval_split(digest: str) -> bool:
-    """Whether the question of a digest is held out. Whoever makes training data by another way asks here as well."""
-    return int(digest, 16) % EVAL_SHARE == 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tier L1: exact rules. An answer is judged by the verifier of the library that asked the question.
+"""Tier L1: exact rules. An answer is judged by who knows the truth: the library that asked, or the maker of the puzzle.
 
 A missing final answer is the model's failure and scores 0. Whatever keeps the judge from judging (another family, another
 question, a verifier that breaks) raises, and so becomes "no grade", never a zero (G9). Partial credit is the library's:
@@ -11,6 +11,9 @@ from importlib.metadata import version
 from typing import Any
 
 from miles_core.environments.reasoning_gym import TaskSource
+from miles_core.environments.registry import make_own
+from miles_core.environments.shell_puzzle import FAMILY, PuzzleSource, texts_digest
+from miles_core.errors import RecipeError
 from miles_core.grading.base import Verifier
 from miles_core.recipe import EnvironmentSpec
 
@@ -40,6 +43,42 @@ class ReasoningGymVerifier:
         return score
 
 
+class ShellPuzzleVerifier:
+    """Makes the puzzle again from the facts' seed and split: 1 for the right answer and, where asked for, the right folder."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._source = PuzzleSource(spec.options)
+        self.source = f"{FAMILY}/level{self._source.level}"
+
+    def value(self, task_seed: int, facts: dict[str, Any]) -> float:
+        """The reward, 0 or 1. Raises ValueError when the facts are of another puzzle."""
+        answer = facts.get("final_answer")
+        if answer is None:
+            return 0.0
+        puzzle = self._source.puzzle(task_seed, facts.get("split", "train"))
+        if facts.get("puzzle_md5") != puzzle.digest:
+            raise ValueError(
+                f"task seed {task_seed}: the facts say puzzle_md5={facts.get('puzzle_md5')!r} but this grader makes "
+                f"{puzzle.digest!r}; rollout and grader must run the same recipe and code ({self.source})"
+            )
+        if puzzle.files_after != puzzle.files and facts.get("files_md5") != texts_digest(puzzle.files_after):
+            return 0.0
+        return float(answer.removeprefix("./") == puzzle.answer)
+
+
 def make_verifier(spec: EnvironmentSpec) -> Verifier:
-    """The exact verifier of an environment. Raises RecipeError."""
-    return ReasoningGymVerifier(spec)
+    """The exact verifier of a recipe's environment. Raises RecipeError."""
+    if spec.is_own:
+        return _own_verifier(spec)
+    return ShellPuzzleVerifier(spec) if spec.family == FAMILY else ReasoningGymVerifier(spec)
+
+
+def _own_verifier(spec: EnvironmentSpec) -> Verifier:
+    verifier: Verifier = make_own(spec, "verifier").verifier()
+    missing = [name for name in ("source", "value") if not hasattr(verifier, name)]
+    if missing:
+        raise RecipeError(
+            f"environment.family: {spec.family!r}.verifier() gave a {type(verifier).__name__} without {' and '.join(missing)}; "
+            f"see Verifier in miles_core/grading/base.py"
+        )
+    return verifier

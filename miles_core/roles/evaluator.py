@@ -65,14 +65,14 @@ class GreedyScorer:
         import torch
         from transformers import AutoTokenizer
 
-        from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
+        from miles_core.environments.registry import make_environment
         from miles_core.grading.rules import make_verifier
         from miles_core.rollout.session import ChatRenderer
         from miles_core.rollout.torch_engine import TorchEngine
 
         recipe, folder = context.recipe, context.paths.base_model
         self._spec = recipe.environment
-        self._environment = ReasoningGymEnvironment(self._spec)
+        self._environment = make_environment(self._spec, f"{context.run.run_id}.{context.writer}")
         self._verifier = make_verifier(self._spec)
         self._renderer = ChatRenderer(AutoTokenizer.from_pretrained(folder))
         self._engine = TorchEngine.from_folder(

@@ -27,7 +27,7 @@ def main(context: RoleContext) -> None:
     import torch
     from transformers import AutoTokenizer
 
-    from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
+    from miles_core.environments.registry import make_environment
     from miles_core.rollout.sampler import Sampler
     from miles_core.rollout.session import ChatRenderer
     from miles_core.rollout.torch_engine import TorchEngine
@@ -42,7 +42,7 @@ def main(context: RoleContext) -> None:
         device="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
     sampler = Sampler(
-        engine, ReasoningGymEnvironment(recipe.environment), renderer, recipe.environment,
+        engine, make_environment(recipe.environment, f"{context.run.run_id}.{context.writer}"), renderer, recipe.environment,
         producer=context.writer, attempt=context.attempt,
     )  # fmt: skip
     asyncio.run(RolloutWorker(context, journal, engine, sampler).run())

@@ -28,8 +28,9 @@ from miles_core.bootstrap import (
     make_tokenizer,
 )
 from miles_core.environments.base import Message
-from miles_core.environments.calculator import calculate, tool_call
+from miles_core.environments.calculator import calculate
 from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
+from miles_core.environments.tool_call import tool_call
 from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
 from miles_core.records import Version

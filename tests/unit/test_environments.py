@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.environments.base import EpisodeFailed, Message
-from miles_core.environments.calculator import MAX_EXPRESSION_CHARS, calculate, tool_call
+from miles_core.environments.calculator import MAX_EXPRESSION_CHARS, calculate
 from miles_core.environments.reasoning_gym import UNREPRODUCIBLE, ReasoningGymEnvironment, TaskSource
+from miles_core.environments.tool_call import tool_call
 from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
 

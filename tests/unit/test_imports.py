@@ -39,8 +39,9 @@ def test_arrows_point_down(layer: str) -> None:
 
 
 def test_only_the_store_touches_coordination_files() -> None:
-    """No lock that NFS ignores, no mapping that goes stale."""
-    assert [path for path in sources("miles_core") if imports_of(path) & {"fcntl", "mmap"}] == []
+    """No lock that NFS ignores, no mapping that goes stale. A sandbox locks a directory of its own node, which is no NFS."""
+    found = [path for path in sources("miles_core") if imports_of(path) & {"fcntl", "mmap"}]
+    assert [path.name for path in found] == ["sandbox.py"]
 
 
 HEAVY = ("torch", "transformers", "deepspeed", "prefect", "submitit", "wandb")

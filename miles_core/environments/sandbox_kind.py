@@ -1,0 +1,153 @@
+"""What a command of the model runs under on this machine: bubblewrap, or the best that is there instead.
+
+Candidates are tried, best first, by running a command under each; the first that runs it is taken and says what it does not
+hold and why nothing better did. As root the command runs as `nobody`; inside a node where processes inherit capabilities
+(a user namespace that keeps them) those are dropped first, since bubblewrap refuses to start with them.
+
+    kind = sandbox_kind();  kind.name, kind.missing, kind.reasons
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+FOLDER = "<folder>"
+"""Stands for the sandbox's directory in a prefix."""
+INSIDE = "/work"
+"""Where a command finds that directory under bubblewrap."""
+TMP_BYTES = 16 << 20
+PROBE_DEADLINE_S = 20.0
+_OWN_COUNT_SINCE = (5, 14)
+"""From this kernel on a user namespace counts its own processes, so that a limit does not count the rest of the user's."""
+
+Name = Literal["bubblewrap", "unshare", "process group"]
+_FILES = "the rest of the filesystem can be read, and written as this user may"
+_NETWORK = "the network can be reached"
+_PROCESSES = "other processes of this user can be seen and signalled, and one that leaves its process group outlives the call"
+
+
+@dataclass(frozen=True)
+class SandboxKind:
+    """One way to run a command."""
+
+    name: Name
+    prefix: tuple[str, ...]
+    """argv in front of the shell; FOLDER is replaced."""
+    missing: tuple[str, ...] = ()
+    """What it does not hold; empty for bubblewrap."""
+    uid: int | None = None
+    """The user it runs as, if that is not this one."""
+    counts_processes: bool = False
+    """Whether a limit on processes counts those of the sandbox alone."""
+    reasons: tuple[str, ...] = ()
+    """Why the better candidates were not taken."""
+
+    def argv(self, folder: Path, command: Sequence[str]) -> list[str]:
+        """The whole command line for one sandbox directory."""
+        return [*(str(folder) if part == FOLDER else part for part in self.prefix), *command]
+
+    def owned(self, path: Path) -> None:
+        """Gives a file or directory to the user that the commands run as."""
+        if self.uid is not None:
+            os.chown(path, self.uid, -1, follow_symlinks=False)
+
+
+@functools.lru_cache(maxsize=1)
+def sandbox_kind() -> SandboxKind:
+    """The best kind that works here, tried once per process."""
+    return best_of(candidates())
+
+
+def best_of(kinds: Sequence[SandboxKind]) -> SandboxKind:
+    """The first kind that can run a command. Raises OSError with all reasons if none can: there is no bash."""
+    reasons: list[str] = []
+    for kind in kinds:
+        fault = _fault(kind)
+        if fault is None:
+            return replace(kind, reasons=tuple(reasons))
+        if fault not in reasons:
+            reasons.append(fault)
+    raise OSError("no command can be run on this machine, not even without a sandbox: " + "; ".join(reasons))
+
+
+def candidates() -> list[SandboxKind]:
+    """All kinds, best first."""
+    drops = _privilege_drops()
+    found = [SandboxKind("bubblewrap", (*drop, *_bubblewrap()), uid=uid, counts_processes=_own_count()) for drop, uid in drops]
+    for drop, uid in drops:
+        dies = (*_setpriv(drop), "--pdeathsig", "KILL")
+        spaces = ("unshare", "--user", "--map-current-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+        found.append(SandboxKind("unshare", (*dies, *spaces), (_FILES,), uid, _own_count()))
+    for drop, uid in drops:
+        dies = (*_setpriv(drop), "--pdeathsig", "KILL")
+        found.append(SandboxKind("process group", dies, (_FILES, _NETWORK, _PROCESSES), uid))
+    return [*found, SandboxKind("process group", (), (_FILES, _NETWORK, _PROCESSES))]
+
+
+def _privilege_drops() -> list[tuple[tuple[str, ...], int | None]]:
+    """Prefixes that give up what this process has, and the user that is left: best first."""
+    capabilities = ("--ambient-caps=-all", "--inh-caps=-all")
+    plain: list[tuple[tuple[str, ...], int | None]] = [((), None), (("setpriv", *capabilities), None)]
+    if os.geteuid() != 0:
+        return plain
+    nobody = pwd.getpwnam("nobody")
+    user = (f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups")
+    return [(("setpriv", *user, *capabilities), nobody.pw_uid), *plain]
+
+
+def _setpriv(drop: tuple[str, ...]) -> tuple[str, ...]:
+    return drop or ("setpriv",)
+
+
+def _own_count() -> bool:
+    release = os.uname().release.split(".")
+    return (int(release[0]), int(release[1])) >= _OWN_COUNT_SINCE
+
+
+def _bubblewrap() -> tuple[str, ...]:
+    """No network, nothing but read-only programs, private /tmp, /proc and process ids; dies with its parent."""
+    mounts: list[str] = []
+    for folder in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(folder):
+            mounts += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            mounts += ["--ro-bind", folder, folder]
+    return (
+        "bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
+        "--cap-drop", "ALL", "--hostname", "sandbox", *mounts,
+        "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp",
+        "--bind", FOLDER, INSIDE, "--remount-ro", "/", "--chdir", INSIDE,
+    )  # fmt: skip
+
+
+def _fault(kind: SandboxKind) -> str | None:
+    """Why a kind cannot run a command here; None if it can."""
+    program = next((part for part in kind.prefix if part in ("bwrap", "unshare")), kind.prefix[0] if kind.prefix else "bash")
+    missing = [part for part in (*kind.prefix[:1], program, "bash") if shutil.which(part) is None]
+    if missing:
+        hint = " (install the package bubblewrap)" if "bwrap" in missing else ""
+        return f"{kind.name}: no {missing[0]} in PATH{hint}"
+    with tempfile.TemporaryDirectory(prefix="miles-probe-") as name:
+        folder = Path(name)
+        kind.owned(folder)
+        argv = kind.argv(folder, ("bash", "--norc", "--noprofile", "-c", ": >probe && true | true"))
+        try:
+            done = subprocess.run(
+                argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                timeout=PROBE_DEADLINE_S, check=False, start_new_session=True,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{kind.name}: {error}"
+        if done.returncode == 0 and (folder / "probe").exists():
+            return None
+    said = done.stderr.strip().splitlines()
+    return f"{kind.name}: {said[-1] if said else f'exit code {done.returncode}'}"
