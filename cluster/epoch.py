@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -12,7 +13,7 @@ from cluster.job_spec import token_of
 from cluster.profile import ClusterProfile
 from miles_core.errors import HeldElsewhere, LeaseLost, RunDirectoryError
 from miles_core.paths import RunPaths
-from miles_core.records import RunClosed
+from miles_core.records import Drained, Intent, RunClosed
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import LivenessJudge
@@ -78,10 +79,21 @@ def _wait_until_dead(probe: RoleContext, epoch: int) -> None:
         probe.sleep(lease_s / 10)
 
 
+def read_outcome(run: RunConfig, paths: RunPaths) -> RunClosed | Drained | None:
+    """The last word on a run: closed, or drained and not taken up since."""
+    outcome: RunClosed | Drained | None = None
+    for record in read_all(supervisor_context(run, paths, 0).reading, paths.journal(WRITER)):
+        if isinstance(record, RunClosed | Drained):
+            outcome = record
+        elif isinstance(record, Intent) and isinstance(outcome, Drained):
+            outcome = None
+    return outcome
+
+
 def read_closed(run: RunConfig, paths: RunPaths) -> RunClosed | None:
     """The last word on a run, if a supervisor closed it."""
-    records = read_all(supervisor_context(run, paths, 0).reading, paths.journal(WRITER))
-    return next((record for record in reversed(records) if isinstance(record, RunClosed)), None)
+    outcome = read_outcome(run, paths)
+    return outcome if isinstance(outcome, RunClosed) else None
 
 
 def read_cluster(run: RunConfig) -> ClusterProfile:
@@ -95,3 +107,15 @@ def read_cluster(run: RunConfig) -> ClusterProfile:
             f"run.json of {run.run_id} holds no cluster profile of this version ({key}: {first['msg']}); use the version of "
             f"miles that made it: its code is in the run directory"
         ) from error
+
+
+def check_same_cluster(run: RunConfig, root: Path, profile: ClusterProfile) -> None:
+    """Partitions, limits and flags may be corrected, the cluster may not: its jobs are there. Raises RunDirectoryError."""
+    there = read_cluster(run)
+    if (there.kind, there.name, there.slurm.devslurm) != (profile.kind, profile.name, profile.slurm.devslurm):
+        raise RunDirectoryError(
+            f"{root} was started on cluster {there.name} ({there.kind}), not on {profile.name} ({profile.kind}): its "
+            f"jobs are there. Continue it with --cluster {there.name}, or take another --run-id"
+        )
+    if run.timing != profile.timing:
+        log.warning("%s keeps the times it was made with (%r): roles that live know those", root, run.timing)

@@ -16,12 +16,13 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from cluster.drain import LEAVE_S, DrainRequest, read_drain_request
 from cluster.job_spec import token_of
 from cluster.scheduler import JobView, Phase, Scheduler, Snapshot
 from cluster.supervisor import Liveness, RoleView, World, is_worker, needed_for_the_end
 from miles_core.errors import JournalCorrupt
 from miles_core.policy.lineage import StepLog
-from miles_core.records import Done, Intent, LivenessEntry, LivenessTable, StepDone, Submitted, Version
+from miles_core.records import Done, Drained, Intent, LivenessEntry, LivenessTable, StepDone, Submitted
 from miles_core.run import all_writers
 from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import LivenessJudge
@@ -80,17 +81,20 @@ class RoleRecord:
     progress: int = 0
     waits_until_s: float = 0.0
     missing_queries: int = 0
+    drained: bool = False
 
     def fold(self, record: object) -> None:
         """Takes one record of this or an earlier epoch."""
         if isinstance(record, Intent):
             self.attempt, self.exclude, self.submitted = record.attempt, record.exclude, False
-            self.last_end, self.missing_queries = "", 0
+            self.last_end, self.missing_queries, self.drained = "", 0, False
             if is_worker(self.writer):
                 # Counted anew by each attempt; the other roles go on with their predecessor's count.
                 self.progress = 0
         elif isinstance(record, Submitted) and record.attempt == self.attempt:
-            self.submitted, self.refusals, self.last_refusal = True, 0, ""
+            self.submitted, self.refusals, self.last_refusal, self.drained = True, 0, "", False
+        elif isinstance(record, Drained) and self.attempt:
+            self.submitted, self.drained = False, True
 
     def note_progress(self, progress: int) -> None:
         """Progress gives all retries back (I14)."""
@@ -125,6 +129,8 @@ class Evidence:
     done: dict[str, Done] = field(default_factory=dict)
     ended_at_s: float | None = None
     cancel_requested: bool = False
+    drain: DrainRequest | None = None
+    draining_since_s: float | None = None
     unreachable_since_s: float | None = None
     """Since when the scheduler has not answered."""
     free_bytes: Callable[[Path], int] = _free_bytes
@@ -156,18 +162,28 @@ class Evidence:
                 record.missing_queries = 0 if listed or not record.submitted else record.missing_queries + 1
 
     def look(self) -> None:
-        """Leases, heartbeats and the request to cancel; often enough that a long pause is no gap (I4)."""
+        """Leases, heartbeats and requests; often enough that a long pause is no gap (I4)."""
         self.troubles.attempt("leases", self.context.leases.refresh)
         self.troubles.attempt("liveness table", self._read_table)
-        self.look_for_cancel()
+        self.look_for_requests()
         for writer in filter(needed_for_the_end, self.roles):
             if (newest := self.context.leases.newest(writer)) > 0:
                 self._judge.observe(writer, newest)
 
-    def look_for_cancel(self) -> None:
-        """A request once seen stays seen."""
-        exists = self.troubles.attempt("request to cancel", self.context.paths.cancel_request.exists)
+    def look_for_requests(self) -> None:
+        """Reads the requests to cancel and to drain. A request once seen stays seen."""
+        context = self.context
+        exists = self.troubles.attempt("request to cancel", context.paths.cancel_request.exists)
         self.cancel_requested = self.cancel_requested or bool(exists)
+        drain = self.troubles.attempt("request to drain", lambda: read_drain_request(context.fs, context.paths))
+        if drain is not None and self.drain is None:
+            self.draining_since_s = context.clock()
+        self.drain = drain or self.drain
+
+    @property
+    def requests(self) -> tuple[bool, bool]:
+        """(cancel, drain): what a person asked for so far."""
+        return self.cancel_requested, self.drain is not None
 
     def _ask_scheduler(self) -> None:
         run = self.context.run
@@ -186,6 +202,11 @@ class Evidence:
             self.unreachable_since_s = None
         elif self.unreachable_since_s is None:
             self.unreachable_since_s = self.context.clock()
+
+    @property
+    def leave_s(self) -> float:
+        """How long jobs may take to leave a run that is drained."""
+        return LEAVE_S if self.drain is None else self.drain.leave_s
 
     def newly_down(self) -> list[str]:
         """Nodes that went down since the last call. Where the scheduler did not say, nothing changed."""
@@ -264,30 +285,6 @@ class Evidence:
         entry = self.entry_of(writer)
         return "" if entry is None else entry.state
 
-    def reading(self) -> list[Version]:
-        """Versions that roles said they read when they were last heard of; an old table only delays the collector."""
-        entries = () if self._seen is None else self._seen.entries.values()
-        found = [entry.reading for entry in entries if entry.reading is not None and entry.verdict != "dead"]
-        evaluator = self._judge.heartbeat("evaluator-0", self.context.leases.newest("evaluator-0"))
-        if evaluator is not None and evaluator.reading is not None:
-            found.append(Version(*evaluator.reading))
-        return found
-
-    def _liveness_of(self, writer: str) -> Liveness:
-        """The few roles that a run cannot end without are judged here, also when the orchestrator is gone; the many by the
-        orchestrator's table (I4)."""
-        if needed_for_the_end(writer):
-            return self._judge.last_verdict((writer, self.roles[writer].attempt))
-        entry = self.entry_of(writer)
-        return "unknown" if entry is None else entry.verdict
-
-    def _progress_of(self, record: RoleRecord) -> int:
-        if record.writer == "learner-0":
-            return self.steps.newest_step
-        heartbeat = self._judge.heartbeat(record.writer, record.attempt)
-        entry = self.entry_of(record.writer)
-        return max(0 if entry is None else entry.progress, 0 if heartbeat is None else heartbeat.progress)
-
     def world(self, *, drain_s: float, max_failures: int) -> World:
         """All of it, as the decision takes it."""
         now, learner = self.context.clock(), self.done.get("learner-0")
@@ -300,6 +297,8 @@ class Evidence:
             ),
             needs_rollback=learner.detail if learner is not None and learner.outcome == "needs_rollback" else "",
             ended_for_s=-1.0 if self.ended_at_s is None else now - self.ended_at_s,
+            draining_for_s=-1.0 if self.draining_since_s is None else now - self.draining_since_s,
+            leave_s=self.leave_s,
             drain_s=drain_s, max_failures=max_failures, visibility_s=self.context.timing.visibility_s,
         )  # fmt: skip
 
@@ -312,5 +311,5 @@ class Evidence:
             missing_queries=record.missing_queries, done=record.writer in self.done,
             liveness=self._liveness_of(record.writer), newest_lease=self.context.leases.newest(record.writer),
             failures=record.failures, last_end=record.last_end, last_refusal=record.last_refusal,
-            waits_until_s=record.waits_until_s,
+            waits_until_s=record.waits_until_s, drained=record.drained,
         )  # fmt: skip

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.collector import Collector
 from cluster.epoch import WRITER
 from cluster.evidence import Evidence
 from cluster.job_spec import log_tail, make_job_spec, token_of
@@ -26,11 +25,14 @@ from cluster.scheduler import Cause, JobView, Phase, Scheduler
 from cluster.supervisor import (
     Action,
     Adopt,
+    AskToLeave,
     CancelJobs,
     Close,
+    EndDrain,
     Exclusions,
     GiveUp,
     Lost,
+    Overdue,
     Resubmit,
     Retire,
     Start,
@@ -38,12 +40,15 @@ from cluster.supervisor import (
 )
 from miles_core.errors import DeadlineExceeded, LeaseLost, NeedsRollback, NodesLost, SchedulerError
 from miles_core.paths import RunPaths
-from miles_core.records import Deletion, Incident, Intent, JobEnded, RunClosed, Submitted
+from miles_core.records import Drained, Incident, Intent, JobEnded, RunClosed, Submitted
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import read_cut
 
 log = logging.getLogger("miles")
+
+Outcome = RunClosed | Drained
+"""How a supervisor's work ends, if it was not only asked to leave."""
 
 _CANCEL_AGAIN_S = 10.0
 _BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
@@ -87,11 +92,13 @@ class Supervisor:
         self.paths: RunPaths = context.paths
         self.evidence = Evidence(context, scheduler)
         self.roles = self.evidence.roles
-        self.collector = Collector(context, self._record)
         self._on_progress, self._on_incident, self._on_poll = on_progress, on_incident, on_poll
         self._unreachable_s = unreachable_s
         self._exclusions = Exclusions(profile.exclude_s, profile.exclude_max)
         self._cancelled_at: dict[str, float] = {}
+        self._asked_at: dict[str, float] = {}
+        self._overdue: dict[bool, tuple[str, ...]] = {}
+        """Who was late in a drain: named, and (True) cancelled."""
         self._reported_ends: set[tuple[str, str]] = set()
         self._untold: list[Incident] = []
         self._incidents = 0
@@ -99,10 +106,10 @@ class Supervisor:
         """The scheduler did not take a submission in this tick; the next ones wait."""
         self._started_at = context.clock()
 
-    def run(self) -> RunClosed | None:
-        """Until the run is over, or (None) until context.leave is set.
+    def run(self) -> Outcome | None:
+        """Until the run is over or drained, or (None) until context.leave is set.
 
-        Raises NodesLost, NeedsRollback, LeaseLost, SchedulerError, DeadlineExceeded. Only a RunClosed, or the SchedulerError of
+        Raises NodesLost, NeedsRollback, LeaseLost, SchedulerError, DeadlineExceeded. Only an outcome, or the SchedulerError of
         a run that has not trained, means that no job is left; in all other cases the jobs go on.
         """
         try:
@@ -118,7 +125,7 @@ class Supervisor:
         finally:
             self._release()
 
-    def tick(self) -> RunClosed | None:
+    def tick(self) -> Outcome | None:
         """One round: evidence, decision, actions."""
         self.evidence.observe()
         self._check_reachable()
@@ -128,7 +135,7 @@ class Supervisor:
             self._tell()
         self._report_progress()
         self._on_poll()
-        if closed is not None and closed.state == "NEEDS_ROLLBACK":
+        if isinstance(closed, RunClosed) and closed.state == "NEEDS_ROLLBACK":
             raise NeedsRollback(f"run {self.run_config.run_id} needs a rollback: {closed.detail}")
         return closed
 
@@ -141,17 +148,18 @@ class Supervisor:
         for cut in cuts.cuts:
             for item in read_cut(self.context.reading, self.paths.journal(WRITER), cut):
                 self._remember(item.record)
-                if isinstance(item.record, Deletion):
-                    self.collector.fold(item.record)
 
     def _remember(self, record: object) -> None:
         writer = getattr(record, "writer", "")
-        if writer in self.roles:
+        if isinstance(record, Drained):
+            for role in self.roles.values():
+                role.fold(record)
+        elif writer in self.roles:
             self.roles[writer].fold(record)
         if isinstance(record, JobEnded):
             self._reported_ends.add((record.writer, record.job_id))
 
-    def _record(self, record: Intent | Submitted | Deletion | RunClosed) -> None:
+    def _record(self, record: Intent | Submitted | Outcome) -> None:
         """On disk, or OSError: then it is on disk before anything else is done."""
         self.context.leases.check(WRITER, self.context.attempt)
         self.journal.append(record)
@@ -207,19 +215,19 @@ class Supervisor:
         """Sleeps until the next query; heartbeats are observed in between, so that a long pause is no gap (I4)."""
         clock, look_every_s = self.context.clock, self.context.timing.lease_s / 8
         until, look_at = clock() + self.profile.scheduler_poll_s, clock() + look_every_s
-        was_cancelled = self.evidence.cancel_requested
+        known = self.evidence.requests
         while (left := until - clock()) > 0:
             self.context.sleep(min(left, look_every_s, _NAP_S))
             if clock() >= look_at:
                 look_at = clock() + look_every_s
                 self.evidence.look()
-            self.evidence.look_for_cancel()
-            if self.context.leave.is_set() or self.evidence.cancel_requested != was_cancelled:
+            self.evidence.look_for_requests()
+            if self.context.leave.is_set() or self.evidence.requests != known:
                 return
 
     # --- actions -----------------------------------------------------------------------------------------------------
 
-    def _act(self) -> RunClosed | None:
+    def _act(self) -> Outcome | None:
         self._is_busy = False
         down = self.evidence.newly_down()
         if down:
@@ -231,19 +239,14 @@ class Supervisor:
         for action in decide(world):
             if self.context.leave.is_set():
                 break
-            if may_write or isinstance(action, CancelJobs):
+            if may_write or isinstance(action, CancelJobs | AskToLeave):
                 closed = self._do(action)
                 if closed is not None:
                     return closed
-        if may_write:
-            self.evidence.troubles.attempt("deleting what retired", self._collect)
         self.journal.flush_when_due()
         return None
 
-    def _collect(self) -> None:
-        self.collector.tick(self.evidence.reading())
-
-    def _do(self, action: Action) -> RunClosed | None:
+    def _do(self, action: Action) -> Outcome | None:
         self.context.leases.check(WRITER, self.context.attempt)
         if isinstance(action, Start):
             self._start(action)
@@ -258,8 +261,14 @@ class Supervisor:
             self.context.leases.tombstone(action.writer, action.attempt, token)
         elif isinstance(action, CancelJobs):
             self._cancel(action)
+        elif isinstance(action, AskToLeave):
+            self._ask_to_leave(action)
+        elif isinstance(action, Overdue):
+            self._name_overdue(action)
         elif isinstance(action, GiveUp):
             self._give_up(action)
+        elif isinstance(action, EndDrain):
+            return self._end_drain()
         else:
             return self._close(action)
         return None
@@ -268,7 +277,7 @@ class Supervisor:
         record = self.roles[action.writer]
         if self._is_busy:
             return
-        if record.attempt:
+        if record.attempt and not record.drained:
             self.incident("role_replaced", action.writer, f"attempt {action.attempt} replaces: {action.reason}")
         token = token_of(self.run_config, action.writer, action.attempt)
         exclude = self._exclusions.current(self.context.clock(), self.evidence.snapshot.usable_nodes)
@@ -348,19 +357,38 @@ class Supervisor:
                 self._remember(ended)
 
     def _cancel(self, action: CancelJobs) -> None:
+        if due := self._due(action.job_ids, self._cancelled_at):
+            log.info("cancelling %d jobs: %s", len(due), action.reason)
+            self._tell_scheduler("cancelling", due)
+
+    def _ask_to_leave(self, action: AskToLeave) -> None:
+        if due := self._due(action.job_ids, self._asked_at):
+            log.info("asking %d jobs to leave", len(due))
+            self._tell_scheduler("asking jobs to leave", due, signal="USR2")
+
+    def _due(self, job_ids: tuple[str, ...], told_at: dict[str, float]) -> tuple[str, ...]:
+        """Those that were not told for a while; they are from now on."""
         now = self.context.clock()
-        due = tuple(job for job in action.job_ids if now - self._cancelled_at.get(job, -math.inf) >= _CANCEL_AGAIN_S)
-        if not due:
-            return
-        log.info("cancelling %d jobs: %s", len(due), action.reason)
-        self._cancelled_at.update(dict.fromkeys(due, now))
+        due = tuple(job for job in job_ids if now - told_at.get(job, -math.inf) >= _CANCEL_AGAIN_S)
+        told_at.update(dict.fromkeys(due, now))
+        return due
+
+    def _tell_scheduler(self, what: str, job_ids: tuple[str, ...], signal: str = "") -> None:
         try:
-            self.scheduler.cancel(due)
+            self.scheduler.cancel(job_ids, signal=signal)
         except SchedulerError as error:
-            if self.evidence.troubles.note("cancelling", str(error)):
-                self.incident("cancel_failed", detail=str(error))
+            if self.evidence.troubles.note(what, str(error)):
+                self.incident("cancel_failed", detail=f"{what}: {error}")
         else:
-            self.evidence.troubles.note("cancelling", "")
+            self.evidence.troubles.note(what, "")
+
+    def _name_overdue(self, action: Overdue) -> None:
+        if action.is_final in self._overdue:
+            return
+        self._overdue[action.is_final] = action.writers
+        within_s = self.evidence.leave_s + (self.profile.drain_s if action.is_final else 0.0)
+        what = "drain_cancelled" if action.is_final else "drain_late"
+        self.incident(what, detail=f"still there {within_s:g} s after they were asked to leave: {', '.join(action.writers)}")
 
     def _give_up(self, action: GiveUp) -> None:
         self.incident("nodes_lost", action.writer, action.detail)
@@ -369,6 +397,11 @@ class Supervisor:
             f"{action.writer} cannot be replaced: {action.detail}\n{tail}\nThe other jobs go on: mend the cause and run again "
             f"with --run-id {self.run_config.run_id}, or end them with `miles cancel {self.paths.root}`"
         )
+
+    def _end_drain(self) -> Drained:
+        drained = Drained(cancelled=self._overdue.get(True, ()), unix_s=time.time())
+        self._record(drained)
+        return drained
 
     def _close(self, action: Close) -> RunClosed:
         closed = RunClosed(state=action.state, detail=action.detail, unix_s=time.time())

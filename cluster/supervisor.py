@@ -8,12 +8,13 @@ Rules (design section 6, I13, I14):
 - A refused submission costs a retry like a failure; one that may be taken later (transient) costs none.
 - Node failure, preemption and a drained slice cost no retry; other ends cost one; progress gives all retries back.
 - A lost rollout replica or grader is retired by a tombstone at once, so that its samples move before its successor starts.
+- A drain starts nobody: running jobs are told to leave, queued ones are cancelled, late ones are named, then cancelled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,8 @@ class RoleView:
     """Why the newest intent could not be submitted, for the message."""
     waits_until_s: float = 0.0
     """Back-off: no submission before this time of the supervisor's clock."""
+    drained: bool = False
+    """It left with a drain; the run goes on, and nobody has followed it yet."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class World:
     stale_jobs: tuple[str, ...] = ()
     """Ids of live jobs of other attempts than the newest: superseded ones, and those of an epoch that was cut."""
     cancel_requested: bool = False
+    draining_for_s: float = -1.0
+    """Seconds since this epoch saw the request to drain; -1 without one."""
+    leave_s: float = 300.0
+    """A drained job that is still there after this long is named; drain_s later it is cancelled."""
     needs_rollback: str = ""
     """The learner's word, if it gave up (I8)."""
     ended_for_s: float = -1.0
@@ -130,6 +137,21 @@ class CancelJobs:
 
 
 @dataclass(frozen=True)
+class AskToLeave:
+    """USR2 to these jobs in one call: seal, save, leave."""
+
+    job_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """These writers were asked to leave and have not; `is_final`: their jobs are cancelled now."""
+
+    writers: tuple[str, ...]
+    is_final: bool
+
+
+@dataclass(frozen=True)
 class GiveUp:
     """A role cannot be replaced: NodesLost."""
 
@@ -145,7 +167,12 @@ class Close:
     detail: str = ""
 
 
-Action = Start | Resubmit | Adopt | Lost | Retire | CancelJobs | GiveUp | Close
+@dataclass(frozen=True)
+class EndDrain:
+    """No job is left; the run stays open."""
+
+
+Action = Start | Resubmit | Adopt | Lost | Retire | CancelJobs | AskToLeave | Overdue | GiveUp | Close | EndDrain
 
 
 def decide(world: World) -> list[Action]:
@@ -156,6 +183,8 @@ def decide(world: World) -> list[Action]:
         return _wind_down(world, Close("NEEDS_ROLLBACK", world.needs_rollback), "the run needs a rollback")
     if world.ended_for_s >= 0:
         return _end(world)
+    if world.draining_for_s >= 0:
+        return _drain(world)
     actions: list[Action] = []
     if world.stale_jobs and world.query_ok:
         actions.append(CancelJobs(world.stale_jobs, "superseded by a newer attempt"))
@@ -205,6 +234,8 @@ def _reconcile(world: World, view: RoleView) -> list[Action]:
         return [Adopt(view.writer, view.attempt, live[0].job_id)]
     if live:
         return _replace(world, view, _hung(view), True) if _is_hung(view, live) else _replace_retired(world, view)
+    if view.drained:
+        return _succeed(view, "the run goes on after a drain")
     if view.jobs:
         if view.jobs[-1].cause is Cause.COMPLETED and view.ended_for_s < 2 * world.visibility_s:
             return []
@@ -243,12 +274,14 @@ def _replace(world: World, view: RoleView, detail: str, costs: bool) -> list[Act
         return [GiveUp(view.writer, f"{view.failures} failures without progress; the last: {detail}")]
     if world.now_s < view.waits_until_s:
         return []
-    actions: list[Action] = []
+    return _succeed(view, detail)
+
+
+def _succeed(view: RoleView, reason: str) -> list[Action]:
     attempt = next_attempt(view)
     if is_worker(view.writer) and 0 < view.newest_lease == view.attempt:
-        actions.append(Retire(view.writer, attempt))
-        attempt += 1
-    return [*actions, Start(view.writer, attempt, detail)]
+        return [Retire(view.writer, attempt), Start(view.writer, attempt + 1, reason)]
+    return [Start(view.writer, attempt, reason)]
 
 
 def _hung(view: RoleView) -> str:
@@ -286,6 +319,36 @@ def _end(world: World) -> list[Action]:
     if world.ended_for_s >= world.drain_s:
         return [CancelJobs(live, f"still there {world.drain_s:.0f} s after the end of the run")]
     return []
+
+
+def _drain(world: World) -> list[Action]:
+    """Signals are repeated: one that came before its role could hear it is lost."""
+    if not world.query_ok:
+        return []
+    live = {view.writer: _live(view) for view in world.roles.values() if _live(view)}
+    idle = (*_ids(job for jobs in live.values() for job in jobs if job.phase is Phase.PENDING), *world.stale_jobs)
+    working = {writer: _ids(job for job in jobs if job.phase is not Phase.PENDING) for writer, jobs in live.items()}
+    late = tuple(writer for writer, job_ids in working.items() if job_ids)
+    actions: list[Action] = [CancelJobs(idle, "the run is drained, and they do nothing for it")] if idle else []
+    if not late:
+        return actions or _end_drain(world)
+    job_ids = tuple(job_id for ids in working.values() for job_id in ids)
+    is_final = world.draining_for_s >= world.leave_s + world.drain_s
+    if world.draining_for_s >= world.leave_s:
+        actions.append(Overdue(late, is_final))
+    return [*actions, CancelJobs(job_ids, "asked to leave, but did not") if is_final else AskToLeave(job_ids)]
+
+
+def _ids(jobs: Iterable[JobView]) -> tuple[str, ...]:
+    return tuple(job.job_id for job in jobs)
+
+
+def _end_drain(world: World) -> list[Action]:
+    """What the scheduler may list later, or forgot, is retired: it leaves as soon as it looks at its lease."""
+    started = [view for view in world.roles.values() if view.attempt and not view.done and not view.jobs and not view.drained]
+    if any(view.missing_queries < MISSING_QUERIES if view.submitted else world.now_s < view.waits_until_s for view in started):
+        return []
+    return [*(Retire(view.writer, next_attempt(view)) for view in started), EndDrain()]
 
 
 @dataclass

@@ -3,7 +3,8 @@
 - A flow run of ours whose process sends no heartbeat any more is marked Crashed; its jobs go on. This needs
   PREFECT_FLOWS_HEARTBEAT_FREQUENCY (30 s and more) where the worker runs.
 - A Crashed flow run is continued: the resume deployment adopts the run that the label `miles.run_dir` names. That is
-  harmless where the crash was none: while a supervisor renews the run's lease, the new flow run only says who holds it.
+  harmless where the crash was none: while a supervisor renews the run's lease, the new flow run only says who holds it. A run
+  that a person drains stays drained.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def continued(resume_deployment_id: str) -> AutomationCore:
         "trigger": _trigger("Reactive", within=0, expect=["prefect.flow-run.Crashed"]),
         "actions": [{
             "type": "run-deployment", "source": "selected", "deployment_id": resume_deployment_id,
-            "parameters": {"run": {"__prefect_kind": "jinja", "template": run_dir}},
+            "parameters": {"run": {"__prefect_kind": "jinja", "template": run_dir}, "go_on": False},
         }],
     })  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 Exit codes: 0 well; 1 unexpected; 2 wrong recipe, profile or run directory; 3 another supervisor holds the run; 4 verify found
 faults; 5 a role cannot be replaced; 6 the run needs a rollback; 7 the scheduler refused; 8 a wait ended; 9 damaged files;
-10 the run was cancelled; 12 a drill failed; 130 left on Ctrl-C (the jobs go on).
+10 the run was cancelled; 11 a rank of a job was lost; 12 a drill failed; 13 the run was drained; 130 left on Ctrl-C (the jobs
+go on); 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -11,21 +12,34 @@ import errno
 import json
 import logging
 import os
-import shlex
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from miles_core.errors import DeadlineExceeded, HeldElsewhere, MilesError, NeedsRollback, RunDirectoryError, SchedulerError
-from miles_core.records import RunClosed
+from flows.output import reader_may_leave
+from flows.places import find_run
+from miles_core.errors import MilesError
+
+
+class Commands(TyperGroup):
+    """The library ends a command whose reader left with 1, which is for what nobody expects."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with reader_may_leave():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with reader_may_leave():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="miles",
+    cls=Commands,
     help="RL post-training of language models as long-lived Slurm jobs that meet in one run directory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -38,7 +52,8 @@ RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name in con
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id below the runs folder, or the path of a run directory.")]
 ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME", help="A name in configs/clusters, or a YAML file.")]
 Settings = Annotated[list[str], typer.Option("--set", metavar="a.b=c", help="Change one recipe value; may be repeated.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")]
+TakeOver = Annotated[bool, typer.Option("--takeover", help="Take the run from a supervisor that still renews its lease.")]
 
 
 def main() -> None:
@@ -68,71 +83,32 @@ def _explain(error: OSError) -> str:
     return f"{where}: {error.strerror or error}; {fix}. Nothing that was written is lost, and jobs that run go on"
 
 
-CANCELLED_EXIT_CODE = 10
-CANCEL_DEADLINE_S = 120.0
-"""A cluster or a supervisor that does not answer for this long keeps nobody waiting who cancels."""
-
-
-def find_run(name: str) -> Path:
-    """The run directory of a RUN argument: a path, or an id below ./runs or MILES_RUNS."""
-    as_path = Path(name).expanduser()
-    roots = [Path(os.environ["MILES_RUNS"])] if "MILES_RUNS" in os.environ else [Path("runs")]
-    for candidate in (as_path, *(root / name for root in roots)):
-        if (candidate / "run.json").exists():
-            return candidate.resolve()
-    if as_path.exists():
-        return as_path.resolve()
-    raise RunDirectoryError(
-        f"no run {name!r}: neither a run directory nor an id below {roots[0].resolve()}. Give a path, or run this where the "
-        f"runs folder is (or set MILES_RUNS)"
-    )
-
-
 @app.command()
 def run(
     recipe: RecipeName,
     cluster: ClusterName = "local",
     run_id: Annotated[str | None, typer.Option(help="Name of the run; one that exists is continued.")] = None,
     settings: Settings = [],  # noqa: B006
-    takeover: Annotated[bool, typer.Option(help="Take the run from a supervisor that still renews its lease.")] = False,
+    takeover: TakeOver = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Trains a recipe and supervises it until it is done."""
-    from cluster.profile import load_cluster
-    from cluster.schedulers import make_scheduler
-    from flows.display import Display, miles_command
-    from flows.launch import Hooks, supervise
-    from miles_core.recipe import load_recipe
-    from miles_core.run import read_run
-    from miles_core.tracking.summary import write_summary
-    from miles_core.tracking.wandb_tracker import sync_line
-    from tasks.prepare import ensure_base_model, ensure_run, new_run_id, run_root
+    """Trains a recipe and supervises it until it is done; a run that exists goes on."""
+    from flows.session import Session, run_recipe
 
-    resolved = load_recipe(recipe, tuple(settings))
-    profile = load_cluster(cluster)
-    name = run_id or new_run_id(resolved)
-    make_scheduler(profile, run_root(profile, name))
-    display = Display(name, resolved.steps)
-    with display.task("base model"):
-        base_model = ensure_base_model(resolved)
-    with display.task("run directory"):
-        paths = ensure_run(resolved, profile, name, base_model)
-    display.show_run(paths, cluster)
-    with display:
-        closed = supervise(paths, profile, Hooks(display.progress, display.incident), takeover=takeover)
-    if closed is None:
-        again = [miles_command(), "run", recipe, "--cluster", cluster, "--run-id", name]
-        again += [part for setting in settings for part in ("--set", setting)]
-        print(f"left; the jobs go on. Continue: {shlex.join(again)}\nEnd: {again[0]} cancel {shlex.quote(str(paths.root))}")
-        raise typer.Exit(130)
-    run_config, paths = read_run(paths.root)
-    display.show_summary(write_summary(run_config, paths), paths)
-    if line := sync_line(paths, name):
-        print(f"  upload   {line}")
-    if closed.state == "NEEDS_ROLLBACK":
-        raise NeedsRollback(f"run {name} needs a rollback: {closed.detail}")
-    if closed.state == "CANCELLED":
-        print(f"run {name} was cancelled: {closed.detail}. Take another --run-id to train again")
-        raise typer.Exit(CANCELLED_EXIT_CODE)
+    raise typer.Exit(run_recipe(recipe, cluster, run_id, tuple(settings), Session(takeover, as_json)))
+
+
+@app.command()
+def resume(
+    run: RunName,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="A corrected profile of the run's cluster.")] = None,
+    takeover: TakeOver = False,
+    as_json: AsJson = False,
+) -> None:
+    """Goes on with a run that did not end, by its name alone; lifts a drain and adopts jobs that live."""
+    from flows.session import Session, resume_run
+
+    raise typer.Exit(resume_run(find_run(run), cluster, Session(takeover, as_json)))
 
 
 @app.command()
@@ -167,59 +143,23 @@ def logs(
 
 
 @app.command()
-def cancel(run: RunName) -> None:
+def cancel(run: RunName, as_json: AsJson = False) -> None:
     """Ends a run: all its jobs are cancelled, what it wrote stays."""
-    from cluster.epoch import read_closed, read_cluster
-    from flows.launch import Hooks, request_cancel, supervise
-    from miles_core.run import read_run
+    from flows.ending import cancel_run
 
-    run_config, paths = read_run(find_run(run))
-    closed = read_closed(run_config, paths)
-    if closed is not None:
-        print(f"run {run_config.run_id} is already {closed.state}")
-        return
-    request_cancel(paths)
-    print(f"asked run {run_config.run_id} to end", flush=True)
-    try:
-        closed = supervise(paths, read_cluster(run_config), Hooks(), unreachable_s=CANCEL_DEADLINE_S)
-    except HeldElsewhere:
-        closed = _wait_closed(lambda: read_closed(run_config, paths), paths.root)
-    except (SchedulerError, DeadlineExceeded) as error:
-        raise type(error)(
-            f"{error}\nThe request stays in {paths.cancel_request}: the next supervisor obeys it. Run `miles cancel` again "
-            f"when the cluster answers; jobs that it did not hear of yet go on"
-        ) from error
-    if closed is None:
-        print(f"left in the middle of cancelling; run `miles cancel {paths.root}` again")
-        raise typer.Exit(130)
-    print(f"run {run_config.run_id}: {closed.state}")
-
-
-def _wait_closed(read: Callable[[], RunClosed | None], root: Path, deadline_s: float = CANCEL_DEADLINE_S) -> RunClosed:
-    until = time.monotonic() + deadline_s
-    while time.monotonic() < until:
-        closed = read()
-        if closed is not None:
-            return closed
-        time.sleep(0.5)
-    raise DeadlineExceeded(
-        f"{root}: its supervisor did not end the run within {deadline_s:.0f} s; the request stays. Look at `miles status "
-        f"{root}`, or take over with `miles run ... --takeover`"
-    )
+    raise typer.Exit(cancel_run(find_run(run), as_json=as_json))
 
 
 @app.command()
-def compare(
-    first: RunName,
-    second: RunName,
+def drain(
+    run: RunName,
+    within: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time to leave by themselves.")] = 300.0,
     as_json: AsJson = False,
-    diff: Annotated[bool, typer.Option("--diff", help="Also print the diff of the two code snapshots.")] = False,
 ) -> None:
-    """Says why two runs differ: recipe, code, packages, model, data, cluster, hosts; then their figures side by side."""
-    from flows.compare import print_comparison
-    from miles_core.tracking.compare import compare as compare_runs
+    """Lets all jobs of a run save their work and leave; nobody is started again until `miles resume`."""
+    from flows.ending import drain_run
 
-    print_comparison(compare_runs(find_run(first), find_run(second)), as_json=as_json, with_diff=diff)
+    raise typer.Exit(drain_run(find_run(run), within, as_json=as_json))
 
 
 @app.command()
@@ -265,6 +205,20 @@ def export(
 
 
 @app.command()
+def compare(
+    first: RunName,
+    second: RunName,
+    as_json: AsJson = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Also print the diff of the two code snapshots.")] = False,
+) -> None:
+    """Says why two runs differ: recipe, code, packages, model, data, cluster, hosts; then their figures side by side."""
+    from flows.compare import print_comparison
+    from miles_core.tracking.compare import compare as compare_runs
+
+    print_comparison(compare_runs(find_run(first), find_run(second)), as_json=as_json, with_diff=diff)
+
+
+@app.command()
 def jobs(recipe: RecipeName, cluster: ClusterName = "local", settings: Settings = []) -> None:  # noqa: B006
     """Prints the exact job scripts of a recipe on a cluster; submits nothing."""
     from cluster.profile import load_cluster
@@ -295,21 +249,6 @@ def doctor(cluster: ClusterName = "local", as_json: AsJson = False) -> None:
         print_findings(findings)
     if any(finding.verdict == "bad" for finding in findings):
         raise typer.Exit(1)
-
-
-@app.command()
-def drill(
-    recipe: RecipeName,
-    plan: Annotated[str, typer.Option("--plan", metavar="PLAN", help="A name in configs/drills, or a YAML file.")],
-    cluster: ClusterName = "local",
-    run_id: Annotated[str | None, typer.Option(help="Name of the run; one that exists is continued, with its plan.")] = None,
-    settings: Settings = [],  # noqa: B006
-    as_json: AsJson = False,
-) -> None:
-    """Rehearses failures on a run: injects a plan's faults, records what each one costs (exit code 12: one did not go well)."""
-    from flows.drill import drill_recipe
-
-    drill_recipe(recipe, cluster, plan, run_id, settings, as_json=as_json)
 
 
 Folder = Annotated[Path, typer.Option(help="Folder of the cluster.")]

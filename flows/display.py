@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -38,12 +39,22 @@ def miles_command() -> str:
     return "miles" if shutil.which("miles") else str(Path(sys.executable).with_name("miles"))
 
 
+class PlainConsole(Console):
+    """Colour and live drawing only on a terminal, whatever the environment asks for; a reader that left is an error here."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(file=stream, highlight=False, markup=False, soft_wrap=True, force_terminal=stream.isatty())
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
+
+
 class Display:
     """Live display of one run; `progress` and `incident` are the supervisor's hooks."""
 
-    def __init__(self, run_id: str, steps: int) -> None:
+    def __init__(self, run_id: str, steps: int, *, to_stderr: bool = False) -> None:
         self._run_id, self._steps = run_id, steps
-        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+        self._console = PlainConsole(sys.stderr if to_stderr else sys.stdout)
         self._live: Live | None = None
         self._last_line_at = 0.0
         self._last_step = -1
@@ -61,6 +72,10 @@ class Display:
         else:
             yield
         self._console.print(f"{name}: {time.monotonic() - start:.1f} s")
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self._console.print(text)
 
     def show_run(self, paths: RunPaths, cluster: str) -> None:
         """Where everything is, before the run starts."""

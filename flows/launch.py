@@ -15,15 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.drain import lift_drain
 from cluster.epoch import read_closed, supervisor_context, take_epoch
 from cluster.job_spec import make_job_spec
 from cluster.profile import ClusterProfile
 from cluster.scheduler import Scheduler
 from cluster.schedulers import make_scheduler
-from cluster.supervise import Progress, Supervisor
+from cluster.supervise import Outcome, Progress, Supervisor
 from miles_core.errors import HeldElsewhere, LeaseLost, MilesError
 from miles_core.paths import RunPaths
-from miles_core.records import Incident, RunClosed
+from miles_core.records import Incident
 from miles_core.run import RunConfig, all_writers, read_run
 
 log = logging.getLogger("miles")
@@ -51,10 +52,12 @@ def supervise(
     takeover: bool = False,
     unreachable_s: float = math.inf,
     around: Callable[[Scheduler], Scheduler] = lambda scheduler: scheduler,
-) -> RunClosed | None:
-    """Supervises a prepared run until it is over; None when it was asked to leave. A closed run is only read.
+    go_on: bool = False,
+) -> Outcome | None:
+    """Supervises a prepared run until it is over or drained; None when it was asked to leave. A closed run is only read.
 
-    `around` puts something between the supervisor and the cluster's scheduler.
+    `around` puts something between the supervisor and the cluster's scheduler. `go_on` lifts a request to drain; without it
+    the request is obeyed.
 
     Raises HeldElsewhere (also when another supervisor took the run over), NodesLost, NeedsRollback, SchedulerError,
     RecipeError, and DeadlineExceeded when the scheduler stays away for `unreachable_s`.
@@ -66,11 +69,13 @@ def supervise(
     if closed is not None:
         return closed
     scheduler = around(make_scheduler(profile, paths.root))
-    if not paths.cancel_request.exists():
+    if not paths.cancel_request.exists() and (go_on or not paths.drain_request.exists()):
         check_scripts(run, paths, profile, scheduler)
     context = take_epoch(lambda epoch: supervisor_context(run, paths, epoch), takeover=takeover)
     restore = _leave_on_signals(context.leave)
     try:
+        if go_on and lift_drain(paths):
+            log.warning("run %s goes on after a request to drain it", run.run_id)
         with _tracked(run, paths, context.attempt, hooks) as (on_progress, on_poll):
             return Supervisor(
                 context, profile, scheduler, on_progress=on_progress, on_incident=hooks.on_incident, on_poll=on_poll,

@@ -3,6 +3,7 @@
 It ends the jobs of a run
 - that is closed, but some of its jobs live on;
 - whose cancel was requested while no supervisor was there to obey (that run is closed as CANCELLED);
+- whose drain was requested while no supervisor was there to obey (that run stays open: `resume` continues it);
 - whose supervisor has been silent for orphan_s (that run stays open: `resume` continues it).
 
 A run whose supervisor renews its lease is never touched: silence is watched for lease_s in each call, counted over calls by
@@ -24,17 +25,18 @@ from prefect.artifacts import create_table_artifact
 from pydantic import Field, ValidationError
 
 from cluster.epoch import WRITER, read_closed, read_cluster, supervisor_context, take_epoch
-from cluster.job_spec import token_of
+from cluster.job_spec import live_jobs, token_of
 from cluster.profile import load_cluster
-from cluster.scheduler import Phase, Scheduler
+from cluster.scheduler import Scheduler
 from cluster.schedulers import make_scheduler
 from flows.launch import Hooks, supervise
 from flows.prefect_report import API_ERRORS, artifact_key
 from flows.pulse import Pulse, find_runs, watch
-from miles_core.errors import DeadlineExceeded, HeldElsewhere, LeaseLost, MilesError, SchedulerError
+from miles_core.errors import DeadlineExceeded, HeldElsewhere, LeaseLost, MilesError
 from miles_core.paths import RunPaths
 from miles_core.recipe import Closed
-from miles_core.run import RunConfig, all_writers
+from miles_core.records import Drained
+from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import Durability, publish_bytes
@@ -135,7 +137,7 @@ class Reaper:
         try:
             why = self._why(run, paths, silence)
             scheduler = make_scheduler(read_cluster(run), paths.root) if why else None
-            jobs = live_jobs(run, scheduler) if scheduler is not None else ()
+            jobs = _live_ids(run, scheduler) if scheduler is not None else ()
         except (MilesError, OSError, ValidationError) as error:
             return Finding(run.run_id, "could not be examined", (), str(error), is_failure=True)
         is_closed = why.startswith("closed")
@@ -158,14 +160,18 @@ class Reaper:
             return f"closed as {closed.state}"
         if paths.cancel_request.exists():
             return "its cancel was requested, and no supervisor is there"
+        if paths.drain_request.exists():
+            return "its drain was requested, and no supervisor is there"
         silent_s = self._clock() - silence.since_s
         orphan_s = run.timing.orphan_s if self._orphan_s is None else self._orphan_s
         return f"no supervisor for at least {silent_s:.0f} s" if silent_s >= orphan_s else ""
 
     def _end(self, run: RunConfig, paths: RunPaths, scheduler: Scheduler, is_closed: bool) -> str:
-        if paths.cancel_request.exists() and not is_closed:
+        if (paths.cancel_request.exists() or paths.drain_request.exists()) and not is_closed:
             closed = supervise(paths, read_cluster(run), Hooks(), unreachable_s=_CANCEL_DEADLINE_S)
-            return "left in the middle of cancelling" if closed is None else f"ended and closed as {closed.state}"
+            if isinstance(closed, Drained):
+                return "drained; `resume` continues the run"
+            return "left before the request was obeyed" if closed is None else f"ended and closed as {closed.state}"
         context = take_epoch(lambda epoch: supervisor_context(run, paths, epoch), takeover=False)
         try:
             self._cancel(context, scheduler)
@@ -177,7 +183,7 @@ class Reaper:
 
     def _cancel(self, context: RoleContext, scheduler: Scheduler) -> None:
         until = self._clock() + _CANCEL_DEADLINE_S
-        while jobs := live_jobs(context.run, scheduler):
+        while jobs := _live_ids(context.run, scheduler):
             if self._clock() > until:
                 raise DeadlineExceeded(f"jobs {', '.join(jobs)} live on {_CANCEL_DEADLINE_S:g} s after their cancel")
             context.leases.check(WRITER, context.attempt)
@@ -204,16 +210,8 @@ class Reaper:
             publish_bytes(FileSystem(), self._root / MEMORY_FILE, data, Durability.RENAMED)
 
 
-def live_jobs(run: RunConfig, scheduler: Scheduler) -> tuple[str, ...]:
-    """Ids of all jobs of this very run that have not ended. Raises SchedulerError if the scheduler does not say."""
-    snapshot = scheduler.snapshot(run.run_id)
-    if not snapshot.ok:
-        raise SchedulerError(f"the jobs of {run.run_id} are not known: {snapshot.error}", transient=True)
-    writers = set(all_writers(run.recipe))
-    return tuple(
-        job.job_id for job in snapshot.jobs
-        if job.phase is not Phase.ENDED and job.writer in writers and job.token == token_of(run, job.writer, job.attempt)
-    )  # fmt: skip
+def _live_ids(run: RunConfig, scheduler: Scheduler) -> tuple[str, ...]:
+    return tuple(job.job_id for job in live_jobs(run, scheduler))
 
 
 def _key(run: RunConfig) -> str:

@@ -8,6 +8,8 @@ How a flow process ends, and what becomes of the jobs:
   manage the reap flow does.
 - TERM or INT from anybody else (a worker that is restarted, a node that goes down): the flow run is Crashed, the jobs go on.
 - killed: the jobs go on; the same flow again, or `resume`, adopts them.
+- drained (`miles drain`): no job is left, the flow run is Completed and named Drained. A flow that is started then goes on
+  with the run; a retry, or the automation behind a crash, obeys the request.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.flows import Flow
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
+from prefect.states import Completed
 
 from cluster.epoch import read_closed
 from cluster.profile import ClusterProfile, load_cluster
@@ -34,6 +37,7 @@ from flows.prefect_report import API_ERRORS, RUN_DIR_LABEL, PrefectReporter
 from miles_core.errors import MilesError
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe, load_recipe
+from miles_core.records import Drained, RunClosed
 from miles_core.run import RunConfig, read_run
 from miles_core.tracking.summary import write_summary
 from tasks.prepare import ensure_base_model, ensure_run, new_run_id
@@ -78,32 +82,41 @@ def request_cancel_on_cancellation(flow: Flow[..., Any], flow_run: FlowRun, stat
 )  # fmt: skip
 def train(
     recipe: str = "chain_sum", cluster: str = "local", run_id: str | None = None, settings: list[str] | None = None
-) -> str:
+) -> str | State[None]:
     """Trains `recipe` on `cluster`; returns the run directory. `settings` are `a.b=c` changes to the recipe."""
     resolved, profile = load_recipe(recipe, tuple(settings or ())), load_cluster(cluster)
     name = run_id or (run_id_of_this_flow_run(resolved.name) if flow_run.get_id() else new_run_id(resolved))
     return train_run(resolved, profile, name)
 
 
-def train_run(recipe: Recipe, profile: ClusterProfile, run_id: str) -> str:
+def is_first_try() -> bool:
+    """Somebody started this flow run; it does not enter again by itself."""
+    return int(flow_run.get_run_count()) <= 1
+
+
+def train_run(recipe: Recipe, profile: ClusterProfile, run_id: str) -> str | State[None]:
     """From a recipe to the end of its run; returns the run directory."""
     base_model = ensure_base_model_task(recipe)
     paths: RunPaths = ensure_run_task(recipe, profile, run_id, base_model)
     run, paths = read_run(paths.root)
-    return host(run, paths, profile)
+    return host(run, paths, profile, go_on=is_first_try())
 
 
-def host(run: RunConfig, paths: RunPaths, profile: ClusterProfile) -> str:
-    """Supervises a prepared run in this flow run; returns its directory.
+def host(run: RunConfig, paths: RunPaths, profile: ClusterProfile, *, go_on: bool) -> str | State[None]:
+    """Supervises a prepared run in this flow run; returns its directory, or Completed, named Drained, if it was drained.
 
-    Raises MilesError unless it COMPLETED.
+    `go_on` takes up a run that was drained before. Raises MilesError unless it COMPLETED.
     """
     logger = get_run_logger()
     logger.info("run directory %s", paths.root)
     with PrefectReporter(run, paths, logger) as reporter:
-        closed = supervise(paths, profile, reporter.hooks, around=LimitedScheduler)
+        closed = supervise(paths, profile, reporter.hooks, around=LimitedScheduler, go_on=go_on)
         if closed is None:
             _leave(paths, profile, reporter)
+        if isinstance(closed, Drained):
+            message = f"all jobs of run {run.run_id} have left; the resume deployment or `miles resume {paths.root}` goes on"
+            logger.info(message)
+            return Completed(name="Drained", message=message)
         reporter.closed(closed, write_summary(run, paths))
     if closed.state != "COMPLETED":
         raise MilesError(f"run {run.run_id} ended as {closed.state}: {closed.detail}")
@@ -122,7 +135,7 @@ def _leave(paths: RunPaths, profile: ClusterProfile, reporter: PrefectReporter) 
         raise TerminationSignal(signal.SIGTERM)
     request_cancel(paths)
     closed = supervise(paths, profile, reporter.hooks)
-    if closed is not None:
+    if isinstance(closed, RunClosed):
         reporter.closed(closed, write_summary(*read_run(paths.root)))
     # The worker that sent the signal sets the final state.
     raise Abort

@@ -89,6 +89,11 @@ class RunPaths:
         """Folder of a writer's own journal."""
         role, _, replica = writer.rpartition("-")
         folder = {
+    @property
+    def drain_request(self) -> Path:
+        """Its presence asks the supervisor to let all jobs leave and to start nobody: the run goes on later."""
+        return self.root / "supervisor" / "drain_requested"
+
             "supervisor": "supervisor/journal",
             "orchestrator": "orchestrator/journal",
             "learner": "learner/steps",

@@ -178,7 +178,6 @@ class LivenessEntry(Closed):
     progress: int = 0
     load: int = 0
     version: Version | None = None
-    reading: Version | None = None
     silent_s: float = 0.0
 
 
@@ -370,30 +369,21 @@ class Incident(Closed):
     unix_s: float = 0.0
 
 
-class Deleted(Closed):
-    """One object that retired (I12)."""
-
-    what: Literal["version", "checkpoint", "shard"]
-    name: str
-    """Its folder or file, below the run directory."""
-    size_bytes: int
-    digest: str
-    """Of a version its manifest's, of a checkpoint its record's, of a shard its file's."""
-
-
-class Deletion(Closed):
-    """These objects are deleted from here on; their bytes go after this record is on disk, before the next one is written."""
-
-    kind: Literal["deletion"] = "deletion"
-    items: tuple[Deleted, ...]
-
-
 class RunClosed(Closed):
     """The supervisor's last word on a run."""
 
     kind: Literal["run_closed"] = "run_closed"
     state: Literal["COMPLETED", "CANCELLED", "NEEDS_ROLLBACK"]
     detail: str = ""
+    unix_s: float = 0.0
+
+
+class Drained(Closed):
+    """All jobs of the run left on request, and nobody is started any more; the next Intent takes the run up again."""
+
+    kind: Literal["drained"] = "drained"
+    cancelled: tuple[str, ...] = ()
+    """Writers that did not leave by themselves and were cancelled."""
     unix_s: float = 0.0
 
 
@@ -414,7 +404,7 @@ Record = Annotated[
     Cuts | GroupIssued | Order | GradeOrder | GradesChosen | WriterCut | Drop | Batch | RunEnded | Stop
     | ShardSealed | Returned | Graded
     | StepDone | Published | CheckpointSaved | EvaluationPoint
-    | Intent | Submitted | JobEnded | Incident | Deletion | RunClosed,
+    | Intent | Submitted | JobEnded | Incident | Drained | RunClosed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
@@ -433,11 +423,6 @@ def digest_record(record: Closed) -> str:
 def sample_id(group_id: str, index: int) -> str:
     """Id of one sample of a group."""
     return f"{group_id}/{index}"
-
-
-def number_of(identifier: str) -> int:
-    """12 of the group or order id `g12.o3`; groups are numbered in issue order."""
-    return int(identifier[1:].partition(".")[0])
 
 
 def trajectory_id(sample: str, producer: str, attempt: int) -> str:

@@ -16,8 +16,7 @@ from miles_core.paths import RunPaths
 from miles_core.policy.lineage import StepLog
 from miles_core.records import (
     Batch,
-    Deleted,
-    Deletion,
+    Drained,
     Drop,
     EvaluationPoint,
     GroupIssued,
@@ -50,6 +49,8 @@ class Ledger:
     batches: dict[int, Batch] = field(default_factory=dict)
     drops: Counter[str] = field(default_factory=Counter)
     ended: RunEnded | None = None
+    drained: Drained | None = None
+    """Nobody was started since."""
     closed: RunClosed | None = None
     intents: dict[str, list[Intent]] = field(default_factory=lambda: defaultdict(list))
     submitted: dict[str, list[Submitted]] = field(default_factory=lambda: defaultdict(list))
@@ -57,10 +58,6 @@ class Ledger:
     incidents: list[Incident] = field(default_factory=list)
     sampled_tokens: int = 0
     trajectories: int = 0
-    shard_bytes: int = 0
-    """Written, also those that were deleted since."""
-    deleted: dict[str, Deleted] = field(default_factory=dict)
-    """What the collector deleted, by name."""
     liveness: LivenessTable | None = None
     done: set[str] = field(default_factory=set)
 
@@ -71,8 +68,10 @@ class Ledger:
 
     @property
     def state(self) -> str:
-        """The supervisor's last word, or RUNNING."""
-        return "RUNNING" if self.closed is None else self.closed.state
+        """The supervisor's last word; RUNNING before there is one."""
+        if self.closed is not None:
+            return self.closed.state
+        return "RUNNING" if self.drained is None else "DRAINED"
 
 
 class _HeardFrom(LeaseFolder):
@@ -116,7 +115,6 @@ def read_ledger(run: RunConfig, paths: RunPaths) -> Ledger:
         for record in read_all(reading, paths.journal(writer)):
             if isinstance(record, ShardSealed):
                 ledger.trajectories += len(record.rows)
-                ledger.shard_bytes += record.size_bytes
                 ledger.sampled_tokens += sum(row.num_sampled_tokens for row in record.rows)
     ledger.liveness = _read_table(fs, paths.liveness_table)
     ledger.done = {writer for writer in all_writers(run.recipe) if paths.done(writer).exists()}
@@ -158,14 +156,15 @@ def _fold_orchestrator(ledger: Ledger, record: Any) -> None:
 def _fold_supervisor(ledger: Ledger, record: Any) -> None:
     if isinstance(record, Intent):
         ledger.intents[record.writer].append(record)
+        ledger.drained = None
     elif isinstance(record, Submitted):
         ledger.submitted[record.writer].append(record)
     elif isinstance(record, JobEnded):
         ledger.job_ends.append(record)
     elif isinstance(record, Incident):
         ledger.incidents.append(record)
-    elif isinstance(record, Deletion):
-        ledger.deleted.update((item.name, item) for item in record.items)
+    elif isinstance(record, Drained):
+        ledger.drained = record
     elif isinstance(record, RunClosed):
         ledger.closed = record
 

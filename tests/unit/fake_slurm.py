@@ -105,6 +105,8 @@ class FakeSlurm:
         """squeue lists a new job only after this long."""
         self.signal_exit_code = 75
         """A role that gets USR2 leaves with this."""
+        self.deaf: set[str] = set()
+        """Ids of jobs whose roles do not hear it."""
 
     # ---- faults
 
@@ -247,7 +249,7 @@ class FakeSlurm:
         if job.state == "PENDING":
             return f"scancel: error: Kill job error on job id {job_id}: Job can not be altered now, try again later\n"
         job.signals.append(signal)
-        if signal == "USR2":
+        if signal == "USR2" and job_id not in self.deaf:
             self._finish(job, self.signal_exit_code)
         return ""
 

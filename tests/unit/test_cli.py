@@ -16,6 +16,7 @@ from cluster.profile import ClusterProfile
 from cluster.slurm.client import SlurmScheduler
 from cluster.supervise import Supervisor
 from flows import cli, launch
+from flows.ending import wait_for_outcome
 from flows.logs import print_logs
 from miles_core.errors import DeadlineExceeded, MilesError, RecipeError, SchedulerError
 from miles_core.paths import RunPaths
@@ -230,7 +231,7 @@ def test_a_cancel_that_reaches_nobody_says_that_the_request_stays(
 
 def test_a_live_supervisor_that_does_not_end_the_run_is_waited_for_with_a_deadline(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match="--takeover"):
-        cli._wait_closed(lambda: None, tmp_path, deadline_s=0.01)
+        wait_for_outcome(lambda: None, "cancel", tmp_path, deadline_s=0.01)
 
 
 @pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "make room"), (errno.EROFS, "read-only"), (errno.EIO, "healthy")])

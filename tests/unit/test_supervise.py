@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from cluster.drain import DrainRequest, lift_drain, request_drain
+from cluster.epoch import read_outcome
 from cluster.evidence import RoleRecord
 from cluster.scheduler import JobSpec
 from cluster.slurm.client import SlurmScheduler
 from miles_core.errors import DeadlineExceeded, HeldElsewhere, LeaseLost, NeedsRollback, NodesLost, SchedulerError
-from miles_core.records import Intent
+from miles_core.records import Drained, Intent
 from miles_core.store.lease import LeaseFolder
+from miles_core.tracking.ledger import read_ledger
+from tests.unit.fake_slurm import LIVE
 from tests.unit.supervised_site import Killed, Site, attempt_of
 
 
@@ -386,6 +390,99 @@ def test_a_cancel_on_a_cluster_that_is_down_says_so_in_time(site: Site) -> None:
     site.fake.controller_up = False
     with pytest.raises(DeadlineExceeded, match="Unable to contact slurm controller"):
         site.supervisor(unreachable_s=60.0).run()
+
+
+# --- draining --------------------------------------------------------------------------------------------------------
+
+
+def drain(site: Site, leave_s: float = 30.0) -> Drained:
+    """By a supervisor that finds the request; every job has left then."""
+    request_drain(site.paths, DrainRequest(leave_s=leave_s))
+    drained = site.run_until(site.supervisor(), lambda: False)
+    assert isinstance(drained, Drained) and not [job for job in site.jobs() if job.state in LIVE]
+    return drained
+
+
+def test_a_drained_run_has_no_job_is_open_and_goes_on_at_once_and_without_an_incident(site: Site) -> None:
+    site.start_all()
+    assert drain(site).cancelled == ()
+    assert {tuple(job.signals) for job in site.jobs()} == {("USR2",)} and site.records("run_closed") == []
+    assert isinstance(read_outcome(site.run, site.paths), Drained) and read_ledger(site.run, site.paths).state == "DRAINED"
+    assert lift_drain(site.paths) and not lift_drain(site.paths)
+    began = site.clock()
+    site.run_until(site.supervisor(), lambda: len(site.running()) == len(site.writers))
+    assert site.clock() - began < 5 and all(attempt > 1 for _, attempt in site.running())
+    assert site.records("incident") == [] and read_outcome(site.run, site.paths) is None
+    assert read_ledger(site.run, site.paths).state == "RUNNING"
+
+
+def test_a_request_to_drain_is_noticed_within_a_second_by_the_supervisor_that_lives(tmp_path: Path) -> None:
+    site = Site(tmp_path / "run", scheduler_poll_s=60.0)
+    supervisor = site.supervisor()
+    asked_at: list[float] = []
+
+    def ask() -> None:
+        if len(site.running()) == len(site.writers) and not asked_at:
+            request_drain(site.paths, DrainRequest())
+            asked_at.append(site.clock())
+        if site.running() == set() and len(asked_at) == 1:
+            asked_at.append(site.clock())
+
+    site.on_sleep = ask
+    assert isinstance(supervisor.run(), Drained)
+    assert asked_at[1] - asked_at[0] <= 3
+
+
+def test_a_request_outlives_its_supervisor_and_is_obeyed_again_until_it_is_lifted(site: Site) -> None:
+    site.start_all()
+    request_drain(site.paths, DrainRequest())
+    dying = site.supervisor()
+    site.fs.dead = True
+    with pytest.raises(Killed):
+        dying.run()
+    assert site.running() == all_first_attempts(site)
+    drain(site)
+    before = site.submissions()
+    assert isinstance(site.run_until(site.supervisor(), lambda: False), Drained)
+    assert site.submissions() == before
+
+
+def test_who_does_not_hear_is_named_then_cancelled(site: Site) -> None:
+    site.start_all()
+    (deaf,) = site.jobs("rollout-1")
+    site.fake.deaf.add(deaf.job_id)
+    began = site.clock()
+    assert drain(site, leave_s=30.0).cancelled == ("rollout-1",)
+    assert deaf.state == "CANCELLED" and 30 + site.profile.drain_s <= site.clock() - began < 60
+    assert len(deaf.signals) > 1, "one signal may come before its role can hear it"
+    (late,), (cancelled,) = site.incidents("drain_late"), site.incidents("drain_cancelled")
+    assert late == "still there 30 s after they were asked to leave: rollout-1" and "40 s" in cancelled
+
+
+def test_a_drain_waits_while_the_controller_is_away_and_cancels_what_is_queued(tmp_path: Path) -> None:
+    site = Site(tmp_path / "run", nodes=("n1", "n2"))
+    site.run_for(site.supervisor(), 10)
+    assert len(site.running()) == 2
+    site.fake.controller_up = False
+    request_drain(site.paths, DrainRequest())
+    site.run_for(site.supervisor(), 20)
+    assert read_outcome(site.run, site.paths) is None
+    site.fake.controller_up = True
+    drain(site)
+    assert sorted(job.state for job in site.jobs()).count("CANCELLED") == len(site.writers) - 2
+
+
+def test_a_job_that_was_taken_in_silence_is_not_left_behind_by_a_drain(site: Site) -> None:
+    site.fake.submit_faults.append("timeout_accepted")
+    site.fake.visible_after_s = 10.0
+    site.run_for(site.supervisor(), 3)
+    request_drain(site.paths, DrainRequest())
+    assert isinstance(site.run_until(site.supervisor(), lambda: False), Drained)
+    leases = LeaseFolder(site.fs, site.paths.leases, site.run.run_id)
+    leases.refresh()
+    for job in site.jobs():
+        writer, attempt = attempt_of(job)
+        assert job.state not in LIVE or leases.newest(writer) > attempt, "its job leaves as soon as it looks at its lease"
 
 
 def test_a_learner_that_cannot_replay_ends_the_run(site: Site) -> None:

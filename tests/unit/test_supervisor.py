@@ -11,11 +11,14 @@ from cluster.scheduler import Cause, JobView, Phase
 from cluster.supervisor import (
     MISSING_QUERIES,
     Adopt,
+    AskToLeave,
     CancelJobs,
     Close,
+    EndDrain,
     Exclusions,
     GiveUp,
     Lost,
+    Overdue,
     Resubmit,
     Retire,
     RoleView,
@@ -223,6 +226,58 @@ def test_cancel_and_rollback_wind_everything_down() -> None:
     never_started = replace(empty, newest_lease=0)
     assert decide(world(never_started, cancel_requested=True)) == [Close("CANCELLED", "cancelled on request")]
     assert decide(world(empty, cancel_requested=True, query_ok=False)) == []
+
+
+def pending(writer: str) -> RoleView:
+    return role(writer, jobs=(job(writer, phase=Phase.PENDING),), newest_lease=0)
+
+
+@pytest.mark.parametrize(
+    ("views", "for_s", "expected"),
+    [
+        ((role("learner-0"), pending("rollout-0")), 0.0, [CancelJobs(("rollout-0/1", "9"), ""), AskToLeave(("learner-0/1",))]),
+        ((role("learner-0"),), 19.9, [CancelJobs(("9",), ""), AskToLeave(("learner-0/1",))]),
+        ((role("learner-0"),), 20.0, [CancelJobs(("9",), ""), Overdue(("learner-0",), False), AskToLeave(("learner-0/1",))]),
+        (
+            (role("learner-0"),), 25.0,
+            [CancelJobs(("9",), ""), Overdue(("learner-0",), True), CancelJobs(("learner-0/1",), "")],
+        ),
+    ],
+)  # fmt: skip
+def test_a_drain_asks_then_names_then_cancels_and_starts_nobody(
+    views: tuple[RoleView, ...], for_s: float, expected: list[object]
+) -> None:
+    lost = role("grader-0", jobs=(ended("grader-0"),))
+    seen = decide(world(*views, lost, RoleView("evaluator-0"), stale_jobs=("9",), draining_for_s=for_s, leave_s=20, drain_s=5))
+    assert [replace(action, reason="") if isinstance(action, CancelJobs) else action for action in seen] == expected
+
+
+def test_a_drain_ends_when_no_job_is_left_and_retires_what_the_scheduler_does_not_list() -> None:
+    left, vanished = role("learner-0", jobs=(ended("learner-0"),)), role("rollout-0", jobs=())
+    never, done = RoleView("evaluator-0"), role("orchestrator-0", done=True, jobs=())
+    draining = {"draining_for_s": 1.0}
+    assert decide(world(left, never, done, **draining)) == [EndDrain()]
+    assert decide(world(left, vanished, **draining)) == [], "squeue may list it in a moment"
+    gone = replace(vanished, missing_queries=MISSING_QUERIES)
+    assert decide(world(left, gone, **draining)) == [Retire("rollout-0", 2), EndDrain()]
+    unclear = replace(vanished, submitted=False, newest_lease=0)
+    assert decide(world(unclear, **draining)) == [Retire("rollout-0", 2), EndDrain()]
+    assert decide(world(role("learner-0"), query_ok=False, **draining)) == []
+
+
+def test_what_ends_a_run_goes_before_a_drain() -> None:
+    gone = role("learner-0", jobs=(), done=True)
+    assert decide(world(gone, draining_for_s=1.0, ended_for_s=1.0)) == [Close("COMPLETED")]
+    assert decide(world(gone, draining_for_s=1.0, cancel_requested=True)) == [Close("CANCELLED", "cancelled on request")]
+
+
+def test_a_drained_role_is_followed_at_once_and_a_live_one_adopted() -> None:
+    drained = role("learner-0", jobs=(ended("learner-0", exit_code=75),), submitted=False, drained=True)
+    (start,) = decide(world(drained))
+    assert isinstance(start, Start) and start.attempt == 2 and "drain" in start.reason
+    assert decide(world(drained, query_ok=False)) == []
+    assert [type(action) for action in decide(world(replace(drained, writer="rollout-0")))] == [Retire, Start]
+    assert decide(world(replace(drained, jobs=(job("learner-0"),)))) == [Adopt("learner-0", 1, "learner-0/1")]
 
 
 def test_exclusions_expire_and_never_empty_the_partition() -> None:
