@@ -22,7 +22,7 @@ from cluster.scheduler import JobView, Phase, Scheduler, Snapshot
 from cluster.supervisor import Liveness, RoleView, World, is_worker, needed_for_the_end
 from miles_core.errors import JournalCorrupt
 from miles_core.policy.lineage import StepLog
-from miles_core.records import Done, Drained, Intent, LivenessEntry, LivenessTable, StepDone, Submitted
+from miles_core.records import Done, Drained, Intent, LivenessEntry, LivenessTable, StepDone, Submitted, Version
 from miles_core.run import all_writers
 from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import LivenessJudge
@@ -284,6 +284,30 @@ class Evidence:
             return heartbeat.state
         entry = self.entry_of(writer)
         return "" if entry is None else entry.state
+
+    def reading(self) -> list[Version]:
+        """Versions that roles said they read when they were last heard of; an old table only delays the collector."""
+        entries = () if self._seen is None else self._seen.entries.values()
+        found = [entry.reading for entry in entries if entry.reading is not None and entry.verdict != "dead"]
+        evaluator = self._judge.heartbeat("evaluator-0", self.context.leases.newest("evaluator-0"))
+        if evaluator is not None and evaluator.reading is not None:
+            found.append(Version(*evaluator.reading))
+        return found
+
+    def _liveness_of(self, writer: str) -> Liveness:
+        """The few roles that a run cannot end without are judged here, also when the orchestrator is gone; the many by the
+        orchestrator's table (I4)."""
+        if needed_for_the_end(writer):
+            return self._judge.last_verdict((writer, self.roles[writer].attempt))
+        entry = self.entry_of(writer)
+        return "unknown" if entry is None else entry.verdict
+
+    def _progress_of(self, record: RoleRecord) -> int:
+        if record.writer == "learner-0":
+            return self.steps.newest_step
+        heartbeat = self._judge.heartbeat(record.writer, record.attempt)
+        entry = self.entry_of(record.writer)
+        return max(0 if entry is None else entry.progress, 0 if heartbeat is None else heartbeat.progress)
 
     def world(self, *, drain_s: float, max_failures: int) -> World:
         """All of it, as the decision takes it."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cluster.collector import Collector
 from cluster.epoch import WRITER
 from cluster.evidence import Evidence
 from cluster.job_spec import log_tail, make_job_spec, token_of
@@ -40,7 +41,7 @@ from cluster.supervisor import (
 )
 from miles_core.errors import DeadlineExceeded, LeaseLost, NeedsRollback, NodesLost, SchedulerError
 from miles_core.paths import RunPaths
-from miles_core.records import Drained, Incident, Intent, JobEnded, RunClosed, Submitted
+from miles_core.records import Deletion, Drained, Incident, Intent, JobEnded, RunClosed, Submitted
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import read_cut
@@ -92,6 +93,7 @@ class Supervisor:
         self.paths: RunPaths = context.paths
         self.evidence = Evidence(context, scheduler)
         self.roles = self.evidence.roles
+        self.collector = Collector(context, self._record)
         self._on_progress, self._on_incident, self._on_poll = on_progress, on_incident, on_poll
         self._unreachable_s = unreachable_s
         self._exclusions = Exclusions(profile.exclude_s, profile.exclude_max)
@@ -148,6 +150,8 @@ class Supervisor:
         for cut in cuts.cuts:
             for item in read_cut(self.context.reading, self.paths.journal(WRITER), cut):
                 self._remember(item.record)
+                if isinstance(item.record, Deletion):
+                    self.collector.fold(item.record)
 
     def _remember(self, record: object) -> None:
         writer = getattr(record, "writer", "")
@@ -159,7 +163,7 @@ class Supervisor:
         if isinstance(record, JobEnded):
             self._reported_ends.add((record.writer, record.job_id))
 
-    def _record(self, record: Intent | Submitted | Outcome) -> None:
+    def _record(self, record: Intent | Submitted | Deletion | Outcome) -> None:
         """On disk, or OSError: then it is on disk before anything else is done."""
         self.context.leases.check(WRITER, self.context.attempt)
         self.journal.append(record)
@@ -243,8 +247,13 @@ class Supervisor:
                 closed = self._do(action)
                 if closed is not None:
                     return closed
+        if may_write:
+            self.evidence.troubles.attempt("deleting what retired", self._collect)
         self.journal.flush_when_due()
         return None
+
+    def _collect(self) -> None:
+        self.collector.tick(self.evidence.reading())
 
     def _do(self, action: Action) -> Outcome | None:
         self.context.leases.check(WRITER, self.context.attempt)

@@ -251,6 +251,21 @@ def doctor(cluster: ClusterName = "local", as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def drill(
+    recipe: RecipeName,
+    plan: Annotated[str, typer.Option("--plan", metavar="PLAN", help="A name in configs/drills, or a YAML file.")],
+    cluster: ClusterName = "local",
+    run_id: Annotated[str | None, typer.Option(help="Name of the run; one that exists is continued, with its plan.")] = None,
+    settings: Settings = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
+    """Rehearses failures on a run: injects a plan's faults, records what each one costs (exit code 12: one did not go well)."""
+    from flows.drill import drill_recipe
+
+    drill_recipe(recipe, cluster, plan, run_id, settings, as_json=as_json)
+
+
 Folder = Annotated[Path, typer.Option(help="Folder of the cluster.")]
 DEVSLURM_FOLDER = Path("~/.cache/miles/devslurm")
 

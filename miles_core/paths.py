@@ -57,6 +57,10 @@ class RunPaths:
     def checkpoints(self) -> Path:
         return self.root / "learner" / "checkpoints"
 
+    def ranks(self, attempt: int) -> Path:
+        """Where rank 0 of a learner attempt listens for its siblings."""
+        return self.root / "learner" / "ranks" / f"a{attempt}.json"
+
     @property
     def reports(self) -> Path:
         return self.root / "reports"
@@ -85,15 +89,15 @@ class RunPaths:
         """Its presence asks the supervisor to cancel the run."""
         return self.root / "supervisor" / "cancel_requested"
 
-    def journal(self, writer: str) -> Path:
-        """Folder of a writer's own journal."""
-        role, _, replica = writer.rpartition("-")
-        folder = {
     @property
     def drain_request(self) -> Path:
         """Its presence asks the supervisor to let all jobs leave and to start nobody: the run goes on later."""
         return self.root / "supervisor" / "drain_requested"
 
+    def journal(self, writer: str) -> Path:
+        """Folder of a writer's own journal."""
+        role, _, replica = writer.rpartition("-")
+        folder = {
             "supervisor": "supervisor/journal",
             "orchestrator": "orchestrator/journal",
             "learner": "learner/steps",

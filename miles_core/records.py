@@ -178,6 +178,7 @@ class LivenessEntry(Closed):
     progress: int = 0
     load: int = 0
     version: Version | None = None
+    reading: Version | None = None
     silent_s: float = 0.0
 
 
@@ -369,6 +370,24 @@ class Incident(Closed):
     unix_s: float = 0.0
 
 
+class Deleted(Closed):
+    """One object that retired (I12)."""
+
+    what: Literal["version", "checkpoint", "shard"]
+    name: str
+    """Its folder or file, below the run directory."""
+    size_bytes: int
+    digest: str
+    """Of a version its manifest's, of a checkpoint its record's, of a shard its file's."""
+
+
+class Deletion(Closed):
+    """These objects are deleted from here on; their bytes go after this record is on disk, before the next one is written."""
+
+    kind: Literal["deletion"] = "deletion"
+    items: tuple[Deleted, ...]
+
+
 class RunClosed(Closed):
     """The supervisor's last word on a run."""
 
@@ -404,7 +423,7 @@ Record = Annotated[
     Cuts | GroupIssued | Order | GradeOrder | GradesChosen | WriterCut | Drop | Batch | RunEnded | Stop
     | ShardSealed | Returned | Graded
     | StepDone | Published | CheckpointSaved | EvaluationPoint
-    | Intent | Submitted | JobEnded | Incident | Drained | RunClosed,
+    | Intent | Submitted | JobEnded | Incident | Deletion | Drained | RunClosed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
@@ -423,6 +442,11 @@ def digest_record(record: Closed) -> str:
 def sample_id(group_id: str, index: int) -> str:
     """Id of one sample of a group."""
     return f"{group_id}/{index}"
+
+
+def number_of(identifier: str) -> int:
+    """12 of the group or order id `g12.o3`; groups are numbered in issue order."""
+    return int(identifier[1:].partition(".")[0])
 
 
 def trajectory_id(sample: str, producer: str, attempt: int) -> str:

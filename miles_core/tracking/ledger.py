@@ -16,6 +16,8 @@ from miles_core.paths import RunPaths
 from miles_core.policy.lineage import StepLog
 from miles_core.records import (
     Batch,
+    Deleted,
+    Deletion,
     Drained,
     Drop,
     EvaluationPoint,
@@ -58,6 +60,10 @@ class Ledger:
     incidents: list[Incident] = field(default_factory=list)
     sampled_tokens: int = 0
     trajectories: int = 0
+    shard_bytes: int = 0
+    """Written, also those that were deleted since."""
+    deleted: dict[str, Deleted] = field(default_factory=dict)
+    """What the collector deleted, by name."""
     liveness: LivenessTable | None = None
     done: set[str] = field(default_factory=set)
 
@@ -115,6 +121,7 @@ def read_ledger(run: RunConfig, paths: RunPaths) -> Ledger:
         for record in read_all(reading, paths.journal(writer)):
             if isinstance(record, ShardSealed):
                 ledger.trajectories += len(record.rows)
+                ledger.shard_bytes += record.size_bytes
                 ledger.sampled_tokens += sum(row.num_sampled_tokens for row in record.rows)
     ledger.liveness = _read_table(fs, paths.liveness_table)
     ledger.done = {writer for writer in all_writers(run.recipe) if paths.done(writer).exists()}
@@ -165,6 +172,8 @@ def _fold_supervisor(ledger: Ledger, record: Any) -> None:
         ledger.incidents.append(record)
     elif isinstance(record, Drained):
         ledger.drained = record
+    elif isinstance(record, Deletion):
+        ledger.deleted.update((item.name, item) for item in record.items)
     elif isinstance(record, RunClosed):
         ledger.closed = record
 
