@@ -66,6 +66,12 @@ class DeadlineExceeded(MilesError):
     exit_code = 8
 
 
+class RankLost(MilesError):
+    """Another rank of the same job died, failed or does not answer: names it and its node."""
+
+    exit_code = 11
+
+
 class JournalCorrupt(MilesError):
     """A bad frame with good frames behind it, or a stream that differs from its announced hash (I2)."""
 

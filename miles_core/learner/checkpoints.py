@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from miles_core.errors import DigestMismatch
@@ -24,15 +24,19 @@ log = logging.getLogger("miles")
 
 
 def save_checkpoint(
-    fs: FileSystem, paths: RunPaths, version: Version, weights_digest: str, save: Callable[[Path], None]
+    fs: FileSystem, paths: RunPaths, version: Version, weights_digest: str, save: Callable[[Path], Sequence[FileDigest]]
 ) -> CheckpointSaved:
-    """Lets `save` fill a folder and returns the record that announces it. Raises OSError; then it may be called again."""
+    """Lets `save` fill a folder and returns the record that announces it. Raises OSError; then it may be called again.
+
+    `save` returns the files that other ranks wrote and sealed on their own nodes: this node may not see them in the folder yet.
+    """
     folder = paths.checkpoint(version.step, version.attempt)
     temp = temp_path(folder)
     try:
         fs.mkdir(temp)
-        save(temp)
-        files = tuple(_seal(fs, temp, name) for name in list_files(temp))
+        others = {file.name: file for file in save(temp)}
+        own = [seal(fs, temp, name) for name in list_files(temp) if name not in others]
+        files = tuple(sorted([*own, *others.values()], key=lambda file: file.name))
         for inner, _, _ in os.walk(temp):
             fs.sync(Path(inner))
         # Only a try of this same attempt whose record was never written can be there.
@@ -44,7 +48,8 @@ def save_checkpoint(
     return CheckpointSaved(step=version.step, folder=paths.relative(folder), files=files, weights_digest=weights_digest)
 
 
-def _seal(fs: FileSystem, folder: Path, name: str) -> FileDigest:
+def seal(fs: FileSystem, folder: Path, name: str) -> FileDigest:
+    """A file of `folder`, synced, with size and digest. Raises OSError."""
     path = folder / name
     fs.sync(path)
     return FileDigest(name=name, size_bytes=path.stat().st_size, digest=digest_file(path))

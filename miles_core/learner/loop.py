@@ -30,7 +30,7 @@ from miles_core.policy.lineage import Lineage
 from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, digest_entries, tensor_entries
 from miles_core.policy.publisher import Publisher
 from miles_core.recipe import Closed, LearnerSpec
-from miles_core.records import Batch, StepDone, Version, digest_record
+from miles_core.records import Batch, FileDigest, StepDone, Version, digest_record
 from miles_core.runtime.context import RoleContext
 from miles_core.runtime.crash import crash_point
 from miles_core.runtime.receiver import Patience
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Trainer(Protocol):
-    """What the loop needs of miles_core.learner.trainer."""
+    """What the loop needs of miles_core.learner.ranked, which does it on all ranks."""
 
     def train(
         self, trajectories: list[Trajectory], advantages: npt.NDArray[np.float32], step: int, staleness: int
@@ -57,9 +57,9 @@ class Trainer(Protocol):
 
     def state_tensors(self) -> dict[str, torch.Tensor]: ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> tuple[FileDigest, ...]: ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path, files: tuple[FileDigest, ...]) -> None: ...
 
 
 class Learner:
@@ -143,7 +143,7 @@ class Learner:
             self._take_weights()
             return
         checkpoint, folder = found
-        self._trainer.load(folder)
+        self._trainer.load(folder, checkpoint.files)
         self._take_weights()
         if self._digest != checkpoint.weights_digest:
             raise DigestMismatch(

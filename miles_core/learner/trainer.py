@@ -20,7 +20,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +33,13 @@ from miles_core.learner.objective import mismatch_metrics
 from miles_core.learner.routing import RoutingReplay, changed_metric, load_metrics, without_replay
 from miles_core.recipe import LearnerSpec
 from miles_core.routers import find_routers
+from miles_core.records import FileDigest
 from miles_core.trajectories.schema import Trajectory
 
 Dtype = Literal["float32", "bfloat16"]
+if TYPE_CHECKING:
+    from miles_core.learner.engine_files import EngineFiles
+
 CHECKPOINT_TAG = "engine"
 MAX_BUCKET_ELEMENTS = 200_000_000
 """Bound of a gradient reduction's buffer."""
@@ -78,6 +82,7 @@ class Trainer:
         self._spec = spec
         self._engine = _make_engine(model_folder, spec, dtype, device)
         self._module: Policy = self._engine.module
+        self._files: EngineFiles = self._engine.checkpoint_engine
         self._device: torch.device = self._engine.device
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -115,21 +120,35 @@ class Trainer:
         return results
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """A copy of the weights in CPU memory under their Hugging Face names, in the model's dtype; tied ones once."""
+        """A copy of the weights in CPU memory under their Hugging Face names, in the model's dtype; tied ones once.
+
+        On rank 0; the other ranks get nothing.
+        """
         with _gathered(self._module, self._spec.zero_stage):
             unique: dict[int, tuple[str, torch.Tensor]] = {}
+            if self._rank:
+                return {}
             for name, tensor in self._module.model.state_dict(keep_vars=True).items():
                 unique.setdefault(id(tensor), (name, tensor))
             return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in unique.values()}
 
-    def save(self, folder: Path) -> None:
-        """Fills `folder` with everything load() needs to go on bit-exactly."""
-        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, save_latest=False)
+    def save(self, folder: Path) -> tuple[str, ...]:
+        """Puts this rank's part of all that load() needs to go on bit-exactly into `folder`; returns the names of its files.
 
-    def load(self, folder: Path) -> None:
-        """Takes the state of a folder that save() filled, with as many ranks. Unpickles: verify the files first (I17)."""
-        if not (folder / CHECKPOINT_TAG).is_dir():
-            raise MilesError(f"{folder} holds no checkpoint of the learner (expected a folder {CHECKPOINT_TAG!r} in it)")
+        Raises OSError when all ranks are through with each other, so that all may save again.
+        """
+        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, save_latest=False)
+        return self._files.write(folder)
+
+    def load(self, folder: Path, files: Sequence[FileDigest]) -> None:
+        """Takes the state of a folder that as many ranks filled with save(). Only `files` are unpickled, each checked (I17)."""
+        ranks = sum(file.name.endswith("optim_states.pt") for file in files)
+        if ranks != self._world:
+            raise MilesError(
+                f"{folder} holds a checkpoint of {ranks} ranks, the learner has {self._world} now; set nodes and tasks of "
+                f"resources.learner back"
+            )
+        self._files.expect(folder, files)
         self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
 
     def _totals(self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Totals:
@@ -271,6 +290,8 @@ def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: st
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay
     )
+    from miles_core.learner.engine_files import EngineFiles
+
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=_engine_config(spec, dtype, policy))
     return engine
 
@@ -280,6 +301,9 @@ def _engine_config(spec: LearnerSpec, dtype: Dtype, policy: Policy) -> dict[str,
     bucket = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in policy.parameters()))
     return {
         "train_micro_batch_size_per_gpu": 1,
+    engine.checkpoint_engine = EngineFiles()
+    # A script for people, which it would copy into every checkpoint while the ranks wait.
+    engine._copy_recovery_script = lambda save_dir: None
         # Updates are cut by step() alone: their number of microbatches varies.
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -294,7 +318,7 @@ def _engine_config(spec: LearnerSpec, dtype: Dtype, policy: Policy) -> dict[str,
 
 
 def _join_process_group(device: str) -> None:
-    """Joins the ranks that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT name; alone without WORLD_SIZE."""
+    """Takes the process group that the ranks have formed (ranked.py); makes one of this process alone if there is none."""
     cuda = device.startswith("cuda")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")
     # cuBLAS repeats its sums only with a fixed workspace.
@@ -308,13 +332,10 @@ def _join_process_group(device: str) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if cuda else "gloo"
     if not torch.distributed.is_initialized():
-        if "WORLD_SIZE" in os.environ:
-            torch.distributed.init_process_group(backend)
-        else:
-            # A store in memory: no port that another process could hold.
-            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-            os.environ.setdefault("LOCAL_RANK", "0")
+        # A store in memory: no port that another process could hold.
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.init_distributed(dist_backend=backend)
 
 

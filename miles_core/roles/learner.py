@@ -1,28 +1,80 @@
-"""The learner's main: python -m miles_core.roles.learner --run-dir D --attempt N. The work is in learner/loop.py."""
+"""The learner's main: python -m miles_core.roles.learner --run-dir D --attempt N. The work is in learner/loop.py.
+
+Of several ranks (learner/ranks.py) rank 0 is the role; the others only do what it says. They take no lease, write nothing but
+their part of checkpoints, and stay on TERM and USR2, which srun gives to all: rank 0 decides when they leave.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
 import sys
+from typing import TYPE_CHECKING
 
-from miles_core.errors import RunDirectoryError
-from miles_core.learner.loop import Learner, Trainer
+from miles_core.errors import LeaseLost, MilesError, RunDirectoryError
+from miles_core.learner.loop import Learner
+from miles_core.learner.loop import Trainer as AnyTrainer
+from miles_core.learner.ranks import Lead, Place, Sibling
+from miles_core.paths import RunPaths
 from miles_core.policy.manifest import probe_prompts
-from miles_core.runtime.context import RoleContext, run_role
+from miles_core.recipe import Recipe
+from miles_core.run import read_run
+from miles_core.runtime.context import RoleContext, own_job_id, parse_arguments, run_role, start_logging
+
+if TYPE_CHECKING:
+    from miles_core.learner.trainer import Trainer
+
+log = logging.getLogger("miles")
 
 
 def main(context: RoleContext) -> None:
     """Trains the run. torch and DeepSpeed are imported when the journal is open: nobody waits for them to see the cuts."""
+    lead = Lead(Place.of(os.environ))
 
-    def make_trainer() -> Trainer:
-        import torch
+    def start() -> AnyTrainer:
+        from miles_core.learner.ranked import start_ranks
 
-        from miles_core.learner.trainer import Trainer as DeepSpeedTrainer
+        return start_ranks(lead, lambda device: make_trainer(context.paths, context.recipe, device))
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return DeepSpeedTrainer(context.paths.base_model, context.recipe.learner, context.recipe.model.dtype, device=device)
+    try:
+        if lead.gather(context):
+            Learner(context, start, probe_prompts(read_vocabulary(context))).run()
+    finally:
+        lead.close()
 
-    Learner(context, make_trainer, probe_prompts(read_vocabulary(context))).run()
+
+def follow_rank_0(place: Place, argv: list[str] | None = None) -> int:
+    """The main of every other rank; returns the exit code, 0 if rank 0 said leave."""
+    arguments = parse_arguments(argv)
+    start_logging(f"role=learner-0 attempt={arguments.attempt} rank={place.rank}")
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: log.info("signal=%s: rank 0 decides", signal.Signals(number).name))
+    try:
+        run, paths = read_run(arguments.run_dir)
+        token = os.environ.get("MILES_TOKEN", "")
+        link = Sibling(place, run, paths, arguments.attempt, token, own_job_id()).join()
+        from miles_core.learner.ranked import follow
+
+        follow(link, place, arguments.attempt, lambda device: make_trainer(paths, run.recipe, device))
+        return 0
+    except LeaseLost as lost:
+        log.warning("%s", lost)
+        return lost.exit_code
+    except MilesError as error:
+        log.error("%s", error)
+        return error.exit_code
+    except Exception:
+        log.exception("unexpected error")
+        return 1
+
+
+def make_trainer(paths: RunPaths, recipe: Recipe, device: str) -> Trainer:
+    """This rank's part of the trainer."""
+    from miles_core.learner.trainer import Trainer as DeepSpeedTrainer
+
+    return DeepSpeedTrainer(paths.base_model, recipe.learner, recipe.model.dtype, device=device)
 
 
 def read_vocabulary(context: RoleContext) -> int:
@@ -37,5 +89,15 @@ def read_vocabulary(context: RoleContext) -> int:
     return size
 
 
+def start(argv: list[str] | None = None) -> int:
+    """Rank 0 or another one, as the environment says."""
+    try:
+        place = Place.of(os.environ)
+    except MilesError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return run_role("learner", main, argv) if place.rank == 0 else follow_rank_0(place, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_role("learner", main))
+    sys.exit(start())

@@ -224,22 +224,28 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def start_logging(who: str) -> None:
+    """To stderr, which the scheduler keeps as the attempt's log."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {who} %(message)s", stream=sys.stderr)
+    logging.Formatter.default_msec_format = "%s.%03d"
+
+
+def own_job_id() -> str:
+    """The scheduler's id of this process's job; empty without a scheduler."""
+    return os.environ.get("SLURM_JOB_ID", os.environ.get("MILES_JOB_ID", ""))
+
+
 def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
     """Runs a role's main with everything around it and returns the exit code."""
     arguments = parse_arguments(argv)
     writer = f"{role}-{arguments.replica}"
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s role={writer} attempt={arguments.attempt} %(message)s",
-        stream=sys.stderr,
-    )
-    logging.Formatter.default_msec_format = "%s.%03d"
+    start_logging(f"role={writer} attempt={arguments.attempt}")
     context: RoleContext | None = None
     try:
         run, paths = read_run(arguments.run_dir)
         context = RoleContext(
             run, paths, writer, arguments.attempt,
-            token=os.environ.get("MILES_TOKEN", ""), job_id=os.environ.get("SLURM_JOB_ID", os.environ.get("MILES_JOB_ID", "")),
+            token=os.environ.get("MILES_TOKEN", ""), job_id=own_job_id(),
         )  # fmt: skip
         _install_signals(context)
         context.start()

@@ -181,8 +181,17 @@ def read_rows(path: Path, rows: Sequence[int], *, digest: str | None = None) -> 
     return _rows(path, _read_batch(path, digest), rows)
 
 
+def decode_shard(data: bytes, path: Path) -> list[Trajectory]:
+    """All rows of encode_shard's bytes; `path` names them in errors. Raises DigestMismatch, RunDirectoryError."""
+    batch = _decode(path, data, None)
+    return _rows(path, batch, range(batch.num_rows))
+
+
 def _read_batch(path: Path, digest: str | None) -> pa.RecordBatch:
-    data = path.read_bytes()
+    return _decode(path, path.read_bytes(), digest)
+
+
+def _decode(path: Path, data: bytes, digest: str | None) -> pa.RecordBatch:
     if digest is not None and digest_bytes(data) != digest:
         raise DigestMismatch(
             f"{path}: digest {digest_bytes(data)} of its {len(data)} bytes, announced {digest}; the file is torn, not yet "

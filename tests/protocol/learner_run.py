@@ -16,7 +16,7 @@ from miles_core.learner.loop import Learner
 from miles_core.paths import RunPaths
 from miles_core.policy.lineage import StepLog
 from miles_core.recipe import EnvironmentSpec, EvaluationSpec, LearnerSpec, ModelSpec, OrchestratorSpec, Recipe, Timing
-from miles_core.records import Batch, BatchGroup, BatchMember, Cut, Cuts, RunEnded, TrajectoryRef
+from miles_core.records import Batch, BatchGroup, BatchMember, Cut, Cuts, FileDigest, RunEnded, TrajectoryRef
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Follower, Reading
@@ -154,12 +154,13 @@ class FakeTrainer:
         weights = torch.from_numpy(self.weights.copy())
         return {"model.b.weight": weights.reshape(2, 4), "model.a.weight": weights.to(torch.bfloat16)}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> tuple[FileDigest, ...]:
         (folder / "zero").mkdir()
         np.save(folder / "weights.npy", self.weights)
         np.save(folder / "zero" / "momentum.npy", self.momentum)
+        return ()
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, files: tuple[FileDigest, ...]) -> None:
         self.loaded.append(folder.name)
         self.weights = np.load(folder / "weights.npy")
         self.momentum = np.load(folder / "zero" / "momentum.npy")

@@ -12,18 +12,22 @@ from miles_core.errors import DigestMismatch
 from miles_core.learner.checkpoints import list_files, newest_valid, save_checkpoint, verify_checkpoint
 from miles_core.paths import RunPaths
 from miles_core.policy.lineage import Lineage
-from miles_core.records import CheckpointSaved, Version
+from miles_core.records import CheckpointSaved, FileDigest, Version
 from miles_core.store.follow import Delivered
 from miles_core.store.fs import FileSystem
+from miles_core.store.publish import digest_bytes
 
 
-def fill(folder: Path) -> None:
+def fill(folder: Path) -> tuple[FileDigest, ...]:
     (folder / "global_step").mkdir()
     (folder / "latest").write_text("global_step")
     (folder / "global_step" / "optimizer.pt").write_bytes(bytes(range(256)))
+    return ()
 
 
-def save(paths: RunPaths, step: int, attempt: int = 1, write: Callable[[Path], None] = fill) -> CheckpointSaved:
+def save(
+    paths: RunPaths, step: int, attempt: int = 1, write: Callable[[Path], tuple[FileDigest, ...]] = fill
+) -> CheckpointSaved:
     return save_checkpoint(FileSystem(), paths, Version(step, attempt), f"weights-{step}", write)
 
 
@@ -49,7 +53,7 @@ def test_a_checkpoint_names_every_file_also_in_folders(paths):
 
 
 def test_a_save_that_fails_leaves_nothing_and_a_second_one_replaces_a_torn_first(paths):
-    def fail(folder: Path) -> None:
+    def fail(folder: Path) -> tuple[FileDigest, ...]:
         fill(folder)
         raise OSError(28, "No space left on device")
 
@@ -59,6 +63,23 @@ def test_a_save_that_fails_leaves_nothing_and_a_second_one_replaces_a_torn_first
     paths.checkpoint(4, 1).mkdir()
     (paths.checkpoint(4, 1) / "half").write_bytes(b"x")
     assert verify_checkpoint(paths, save(paths, 4)) == paths.checkpoint(4, 1)
+
+
+def test_files_that_other_ranks_sealed_are_announced_as_they_say_also_while_they_are_not_visible_here(paths):
+    others = tuple(FileDigest(name=f"global_step/rank{rank}.pt", size_bytes=1, digest=digest_bytes(b"x")) for rank in (1, 2))
+
+    def fill_with_others(folder: Path) -> tuple[FileDigest, ...]:
+        fill(folder)
+        (folder / "global_step" / "rank1.pt").write_bytes(b"x")
+        return others
+
+    record = save(paths, 4, write=fill_with_others)
+    assert [file.name for file in record.files] == [
+        "global_step/optimizer.pt", "global_step/rank1.pt", "global_step/rank2.pt", "latest",
+    ]  # fmt: skip
+    assert set(others) < set(record.files)
+    (paths.checkpoint(4, 1) / "global_step" / "rank2.pt").write_bytes(b"x")
+    assert verify_checkpoint(paths, record) == paths.checkpoint(4, 1)
 
 
 def shorten(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,11 +15,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles_core.errors import MilesError
+from miles_core.errors import DigestMismatch, MilesError
 from miles_core.learner.batching import microbatches, with_signal
+from miles_core.learner.checkpoints import list_files, seal
 from miles_core.learner.objective import ppo_clip_loss
-from miles_core.learner.trainer import Dtype, Policy, Trainer, learning_rate
+from miles_core.learner.trainer import CHECKPOINT_TAG, Dtype, Policy, Trainer, learning_rate
 from miles_core.recipe import LearnerSpec
+from miles_core.records import FileDigest
+from miles_core.store.fs import FileSystem
 from miles_core.trajectories.schema import Trajectory
 from tests.unit.tiny_models import save_tiny_model
 
@@ -79,6 +81,11 @@ def assert_same_bytes(first: dict[str, torch.Tensor], second: dict[str, torch.Te
     assert not changed
 
 
+def sealed(folder: Path) -> list[FileDigest]:
+    """What a journal would announce of a checkpoint."""
+    return [seal(FileSystem(), folder, name) for name in list_files(folder)]
+
+
 def start(code: str, *arguments: Path, **environment: str) -> subprocess.Popen[str]:
     """A fresh process that runs `code` with this module's names."""
     command = [sys.executable, "-c", f"from tests.unit.test_trainer import *\n{code}", *map(str, arguments)]
@@ -97,7 +104,7 @@ def test_a_new_trainer_goes_on_bit_exactly(folder: Path, tmp_path: Path, dtype: 
     straight.save(tmp_path)
     train(straight, range(3, 5))
     resumed = Trainer(folder, SPEC, dtype)
-    resumed.load(tmp_path)
+    resumed.load(tmp_path, sealed(tmp_path))
     train(resumed, range(3, 5))
     first, second = straight.state_tensors(), resumed.state_tensors()
     assert {tensor.dtype for tensor in first.values()} == {getattr(torch, dtype)}
@@ -111,7 +118,7 @@ def test_a_new_process_goes_on_bit_exactly(folder: Path, tmp_path: Path) -> None
     train(straight, range(3, 5))
     code = """
 trainer = Trainer(Path(sys.argv[1]), SPEC, "float32")
-trainer.load(Path(sys.argv[2]))
+trainer.load(Path(sys.argv[2]), sealed(Path(sys.argv[2])))
 train(trainer, range(3, 5))
 torch.save(trainer.state_tensors(), sys.argv[3])
 """
@@ -119,26 +126,42 @@ torch.save(trainer.state_tensors(), sys.argv[3])
     assert_same_bytes(straight.state_tensors(), torch.load(tmp_path / "weights.pt"))
 
 
-def test_two_ranks_give_the_weights_and_metrics_of_one(folder: Path, tmp_path: Path) -> None:
-    alone = Trainer(folder, SPEC, "float32")
-    expected = train(alone, range(1, 3))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    code = """
-trainer = Trainer(Path(sys.argv[1]), SPEC, "float32")
-metrics = train(trainer, range(1, 3))
-torch.save((trainer.state_tensors(), metrics), sys.argv[2] + os.environ["RANK"])
+RANKS_LR = 1e-3
+"""AdamW turns rounding in a gradient near 0 into a part of the learning rate."""
+RANKS_CODE = """
+store = torch.distributed.FileStore(sys.argv[2] + "/store", 2)
+torch.distributed.init_process_group("gloo", store=store, rank=int(sys.argv[3]), world_size=2)
+os.environ["LOCAL_RANK"] = sys.argv[3]
+for stage in (1, 2, 3):
+    spec = SPEC.model_copy(update={"lr": RANKS_LR, "zero_stage": stage})
+    straight = Trainer(Path(sys.argv[1]), spec, "float32")
+    metrics = train(straight, range(1, 3))
+    weights = straight.state_tensors()
+    saved = Path(sys.argv[2]) / f"saved{stage}"
+    straight.save(saved)
+    torch.distributed.barrier()
+    train(straight, range(3, 5))
+    resumed = Trainer(Path(sys.argv[1]), spec, "float32")
+    resumed.load(saved, sealed(saved))
+    train(resumed, range(3, 5))
+    torch.save((metrics, weights, straight.state_tensors(), resumed.state_tensors()), f"{sys.argv[2]}/{stage}-{sys.argv[3]}")
 """
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(code, folder, tmp_path / "rank", RANK=rank, LOCAL_RANK=rank, **group) for rank in ("0", "1")]
+
+
+def test_two_ranks_give_the_weights_and_metrics_of_one_and_go_on_bit_exactly(folder: Path, tmp_path: Path) -> None:
+    alone = Trainer(folder, SPEC.model_copy(update={"lr": RANKS_LR}), "float32")
+    expected = train(alone, range(1, 3))
+    ranks = [start(RANKS_CODE, folder, tmp_path, Path(rank)) for rank in ("0", "1")]
     for process in ranks:
         finish(process)
-    results = [torch.load(tmp_path / f"rank{rank}") for rank in (0, 1)]
-    assert_same_bytes(results[0][0], results[1][0])
-    for name, tensor in alone.state_tensors().items():
-        torch.testing.assert_close(results[0][0][name], tensor, rtol=0, atol=1e-4)
-    assert results[0][1] == results[1][1] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    for stage in (1, 2, 3):
+        (metrics, weights, straight, resumed), other = (torch.load(tmp_path / f"{stage}-{rank}") for rank in (0, 1))
+        for name, tensor in alone.state_tensors().items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
+        assert metrics == other[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert_same_bytes(straight, resumed)
+        assert other[1] == {}, "only rank 0 gives the weights away"
 
 
 def test_the_same_inputs_give_the_same_bytes(folder: Path) -> None:
@@ -316,5 +339,33 @@ def test_wrong_inputs_are_refused(folder: Path, tmp_path: Path) -> None:
     rows, advantages = make_batch(1)
     with pytest.raises(ValueError, match="step 7: 16 trajectories, but 15 advantages"):
         trainer.train(rows, advantages[1:], 7)
-    with pytest.raises(MilesError, match="holds no checkpoint"):
-        trainer.load(tmp_path)
+    with pytest.raises(MilesError, match="a checkpoint of 0 ranks, the learner has 1 now"):
+        trainer.load(tmp_path, [])
+
+
+def test_only_announced_files_with_the_announced_bytes_are_unpickled(folder: Path, tmp_path: Path) -> None:
+    trainer = Trainer(folder, SPEC, "float32")
+    names = trainer.save(tmp_path)
+    files = sealed(tmp_path)
+    assert sorted(names) == [file.name for file in files]
+    model, optimizer = files
+    with pytest.raises(DigestMismatch, match=r"model_states\.pt is not among the announced files"):
+        Trainer(folder, SPEC, "float32").load(tmp_path, [optimizer])
+    with pytest.raises(DigestMismatch, match=r"optim_states\.pt: digest .* announced x"):
+        Trainer(folder, SPEC, "float32").load(tmp_path, [model, optimizer.model_copy(update={"digest": "x"})])
+
+
+def test_a_disk_that_refuses_a_checkpoint_is_an_oserror_and_the_next_save_is_whole(folder: Path, tmp_path: Path) -> None:
+    trainer = Trainer(folder, SPEC, "float32")
+    train(trainer, range(1, 2))
+    full = tmp_path / "full" / CHECKPOINT_TAG
+    full.mkdir(parents=True)
+    (full / "mp_rank_00_model_states.pt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save(full.parent)
+    trainer.save(tmp_path / "good")
+    train(trainer, range(2, 3))
+    resumed = Trainer(folder, SPEC, "float32")
+    resumed.load(tmp_path / "good", sealed(tmp_path / "good"))
+    train(resumed, range(2, 3))
+    assert_same_bytes(trainer.state_tensors(), resumed.state_tensors())
