@@ -22,7 +22,7 @@ from cluster.scheduler import JobView, Phase, Scheduler, Snapshot
 from cluster.supervisor import Liveness, RoleView, World, is_worker, needed_for_the_end
 from miles_core.errors import JournalCorrupt
 from miles_core.policy.lineage import StepLog
-from miles_core.records import Done, Drained, Intent, LivenessEntry, LivenessTable, StepDone, Submitted, Version
+from miles_core.records import Done, Drained, Intent, LivenessEntry, LivenessTable, Rollback, StepDone, Submitted, Version
 from miles_core.run import all_writers
 from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import LivenessJudge
@@ -93,13 +93,18 @@ class RoleRecord:
                 self.progress = 0
         elif isinstance(record, Submitted) and record.attempt == self.attempt:
             self.submitted, self.refusals, self.last_refusal, self.drained = True, 0, "", False
-        elif isinstance(record, Drained) and self.attempt:
+        elif isinstance(record, Drained | Rollback) and self.attempt:
             self.submitted, self.drained = False, True
 
     def note_progress(self, progress: int) -> None:
         """Progress gives all retries back (I14)."""
         if progress > self.progress:
-            self.progress, self.failures, self.losses = progress, 0, 0
+            self.progress = progress
+            self.give_back()
+
+    def give_back(self) -> None:
+        """All retries."""
+        self.failures = self.losses = 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class Evidence:
     def __post_init__(self) -> None:
         context = self.context
         self.roles = {writer: RoleRecord(writer) for writer in all_writers(context.recipe)}
-        self.steps = StepLog(context.follow("learner-0"))
+        self.steps = StepLog(context.follow("learner-0"), context.rollbacks)
         self.troubles = Troubles()
         self._judge = LivenessJudge(context.fs, context.paths.heartbeats, context.timing.lease_s, context.clock)
         self._seen: Seen | None = None
@@ -157,6 +162,8 @@ class Evidence:
         self.troubles.attempt("the learner's journal", self.steps.poll)
         for record in self.roles.values():
             record.note_progress(self._progress_of(record))
+            if self._waits_for_the_end(record):
+                record.give_back()
             listed = bool(self.jobs_of(record.writer))
             if self.snapshot.ok:
                 record.missing_queries = 0 if listed or not record.submitted else record.missing_queries + 1
@@ -236,7 +243,9 @@ class Evidence:
             return
         for writer in self.roles:
             if writer not in self.done and f"{writer}.json" in names:
-                self.done[writer] = Done.model_validate_json(self.context.fs.read(self.context.paths.done(writer)))
+                done = Done.model_validate_json(self.context.fs.read(self.context.paths.done(writer)))
+                if self.context.rollbacks.precede(writer, done.attempt):
+                    self.done[writer] = done
         if self.ended_at_s is None and all(writer in self.done for writer in self.roles if needed_for_the_end(writer)):
             self.ended_at_s = self.context.clock()
 
@@ -308,6 +317,12 @@ class Evidence:
         heartbeat = self._judge.heartbeat(record.writer, record.attempt)
         entry = self.entry_of(record.writer)
         return max(0 if entry is None else entry.progress, 0 if heartbeat is None else heartbeat.progress)
+
+    def _waits_for_the_end(self, record: RoleRecord) -> bool:
+        """An evaluator that waits for a version that is not trained yet does all that it can: for days it has no progress."""
+        steps = self.context.recipe.steps
+        is_early = record.writer == "evaluator-0" and self.steps.newest_step < steps
+        return is_early and self.state_of(record.writer) == f"waiting: version {steps}"
 
     def world(self, *, drain_s: float, max_failures: int) -> World:
         """All of it, as the decision takes it."""

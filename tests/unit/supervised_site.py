@@ -103,6 +103,8 @@ class Site:
         self.writers = all_writers(self.run.recipe)
         self.silent: set[tuple[str, int]] = set()
         """Attempts without a heartbeat."""
+        self.states: dict[str, str] = {}
+        """What a writer says of itself, if not that it serves."""
         self.on_sleep: Callable[[], None] = lambda: None
         self.fs = FlakyFS()
         """The newest supervisor's filesystem."""
@@ -163,7 +165,8 @@ class Site:
             if self._leases.newest(writer) < attempt:
                 self._leases.acquire(writer, attempt, "token")
             if (writer, attempt) not in self.silent:
-                beat = Heartbeat(writer=writer, attempt=attempt, counter=self._counter, state="serving", progress=0)
+                state = self.states.get(writer, "serving")
+                beat = Heartbeat(writer=writer, attempt=attempt, counter=self._counter, state=state, progress=0)
                 write_heartbeat(FileSystem(), self.paths.heartbeats, beat)
         if "orchestrator-0" in {writer for writer, attempt in running if (writer, attempt) not in self.silent}:
             self._publish_table(running)

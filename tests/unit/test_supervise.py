@@ -326,6 +326,29 @@ def test_what_costs_no_retry_is_still_backed_off(site: Site) -> None:
     assert len(site.records("intent", "learner-0")) < 15
 
 
+@pytest.mark.parametrize(("state", "trained", "survives"), [
+    ("waiting: version {steps}", False, True),
+    ("evaluating: version {steps}", False, False),
+    ("waiting: version {steps}", True, False),
+])  # fmt: skip
+def test_an_evaluator_may_die_often_while_it_only_waits(site: Site, state: str, trained: bool, survives: bool) -> None:
+    """It has no progress then, and is not at fault; once its version is there it has no excuse."""
+    steps = site.run.recipe.steps
+    site.states["evaluator-0"] = state.format(steps=steps)
+    site.start_all()
+    for step in range(steps + 1 if trained else 1):
+        site.train(step)
+    site.fake.program = lambda job: (20.0, 9) if attempt_of(job)[0] == "evaluator-0" else None
+    supervisor = site.supervisor()
+    try:
+        site.run_for(supervisor, 400)
+    except NodesLost as lost:
+        assert not survives and "evaluator-0" in str(lost)
+    else:
+        assert survives
+    assert (len(site.records("intent", "evaluator-0")) > 2 + site.profile.role_failures) == survives
+
+
 # --- ending ----------------------------------------------------------------------------------------------------------
 
 
