@@ -50,3 +50,34 @@ def _importance_weights(log_weight: torch.Tensor, segments: Segments, spec: Lear
     weights = bounded_exp(log_weight)
     low, high = spec.mis_low or 0.0, math.inf if spec.mis_high is None else spec.mis_high
     return weights.where((weights >= low) & (weights <= high), weights.new_zeros(()))
+
+
+def cut_tokens(log_weight: torch.Tensor, segments: Segments, spec: LearnerSpec) -> torch.Tensor:
+    """[N] bool: counted tokens whose weight was cut at C, or set to 0 by a mask or the veto."""
+    cut = correction_weights(log_weight, segments, spec) == 0
+    if spec.correction == "tis":
+        cut = cut | (bounded_exp(log_weight) > spec.tis_cap)
+    return cut & segments.counted
+
+
+def mismatch_metrics(logp_old: torch.Tensor, logp_rollout: torch.Tensor, cut: torch.Tensor | None = None) -> dict[str, float]:
+    """How far rollout and learner are apart, over tokens [N] whose values are finite; all 0 if there are none.
+
+    `logprob_gap_mean`, `logprob_gap_max`: |logp_old - logp_rollout|. `k3`: mean of (w - 1) - log w, Schulman's low-variance
+    estimator of KL(rollout || learner at the start of the step). `tis_clip_frac`: share of `cut`.
+    `ess`: (sum w)^2 / (N sum w^2) of the tokens' own uncut weights, 1 when all are equal.
+    """
+    gap = logp_old.double() - logp_rollout.double()
+    finite = torch.isfinite(gap)
+    gap = gap[finite]
+    if gap.numel() == 0:
+        return dict.fromkeys(("logprob_gap_mean", "logprob_gap_max", "k3", "tis_clip_frac", "ess"), 0.0)
+    bounded = gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weights = bounded.exp()
+    return {
+        "logprob_gap_mean": float(gap.abs().mean()),
+        "logprob_gap_max": float(gap.abs().max()),
+        "k3": float((weights - 1 - bounded).mean()),
+        "tis_clip_frac": 0.0 if cut is None else float(cut[finite].double().mean()),
+        "ess": float(weights.sum() ** 2 / (weights.numel() * (weights**2).sum())),
+    }

@@ -28,18 +28,19 @@ import torch
 
 from miles_core.errors import MilesError
 from miles_core.learner.batching import Indexes, Microbatch, context_length, contexts, microbatches, split_groups, with_signal
+from miles_core.learner.corrections import cut_tokens, mismatch_metrics
 from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
-from miles_core.learner.objective import mismatch_metrics
 from miles_core.learner.routing import RoutingReplay, changed_metric, load_metrics, without_replay
+from miles_core.learner.segments import Segments
 from miles_core.recipe import LearnerSpec
-from miles_core.routers import find_routers
 from miles_core.records import FileDigest
+from miles_core.routers import find_routers
 from miles_core.trajectories.schema import Trajectory
 
-Dtype = Literal["float32", "bfloat16"]
 if TYPE_CHECKING:
     from miles_core.learner.engine_files import EngineFiles
 
+Dtype = Literal["float32", "bfloat16"]
 CHECKPOINT_TAG = "engine"
 MAX_BUCKET_ELEMENTS = 200_000_000
 """Bound of a gradient reduction's buffer."""
@@ -81,8 +82,8 @@ class Trainer:
     def __init__(self, model_folder: Path, spec: LearnerSpec, dtype: Dtype, *, device: str = "cpu") -> None:
         self._spec = spec
         self._engine = _make_engine(model_folder, spec, dtype, device)
-        self._module: Policy = self._engine.module
         self._files: EngineFiles = self._engine.checkpoint_engine
+        self._module: Policy = self._engine.module
         self._device: torch.device = self._engine.device
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -125,9 +126,9 @@ class Trainer:
         On rank 0; the other ranks get nothing.
         """
         with _gathered(self._module, self._spec.zero_stage):
-            unique: dict[int, tuple[str, torch.Tensor]] = {}
             if self._rank:
                 return {}
+            unique: dict[int, tuple[str, torch.Tensor]] = {}
             for name, tensor in self._module.model.state_dict(keep_vars=True).items():
                 unique.setdefault(id(tensor), (name, tensor))
             return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in unique.values()}
@@ -180,7 +181,7 @@ class Trainer:
         """
         routing = self._module.routing
         old: list[list[torch.Tensor]] = []
-        seen: list[torch.Tensor] = [torch.zeros(0, 4)]
+        seen: list[torch.Tensor] = [torch.zeros(0, 5)]
         changed: list[tuple[int, int]] = [(0, 0)]
         with torch.no_grad():
             for batch in batches:
@@ -191,19 +192,26 @@ class Trainer:
                     if routing is not None and micro.mask.any():
                         changed.append(routing.changed)
                     own = self._engine(micro.without_record())[0] if routing is not None and unreplayed else logprobs
-                    seen.append(torch.stack([logprobs, micro.rollout_logprobs, entropy, own], dim=1)[micro.mask].cpu())
-        logp_old, logp_rollout, entropies, logp_own = self._everywhere(torch.cat(seen)).unbind(dim=1)
+                    columns = [logprobs, micro.rollout_logprobs, entropy, own, self._cut(micro, logprobs)]
+                    seen.append(torch.stack(columns, dim=1)[micro.mask].cpu())
+        logp_old, logp_rollout, entropies, logp_own, cut = self._everywhere(torch.cat(seen)).unbind(dim=1)
         tokens = logp_old.numel()
-        found = mismatch_metrics(logp_old, logp_rollout, self._spec.tis_cap)
+        found = mismatch_metrics(logp_old, logp_rollout, cut)
         if routing is not None:
             found |= changed_metric(self._everywhere(torch.tensor(changed)))
         if routing is not None and unreplayed:
-            found |= without_replay(mismatch_metrics(logp_own, logp_rollout, None))
+            found |= without_replay(mismatch_metrics(logp_own, logp_rollout))
         return old, {
             **found,
             "entropy": float(entropies.mean()) if tokens else 0.0,
             "tokens": float(tokens),
         }
+
+    def _cut(self, micro: Microbatch, logp_old: torch.Tensor) -> torch.Tensor:
+        """[N] 1 where the correction cut a token's weight, 0 elsewhere."""
+        log_weight = logp_old - micro.rollout_logprobs
+        segments = Segments(micro.rows, micro.tokens.shape[0], micro.mask & torch.isfinite(log_weight))
+        return cut_tokens(log_weight, segments, self._spec).to(log_weight.dtype)
 
     def _everywhere(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in rank order."""
@@ -282,6 +290,8 @@ def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: st
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from miles_core.learner.engine_files import EngineFiles
+
     logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True, warn_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
@@ -290,9 +300,10 @@ def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: st
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay
     )
-    from miles_core.learner.engine_files import EngineFiles
-
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=_engine_config(spec, dtype, policy))
+    engine.checkpoint_engine = EngineFiles()
+    # A script for people, which it would copy into every checkpoint while the ranks wait.
+    engine._copy_recovery_script = lambda save_dir: None
     return engine
 
 
@@ -301,9 +312,6 @@ def _engine_config(spec: LearnerSpec, dtype: Dtype, policy: Policy) -> dict[str,
     bucket = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in policy.parameters()))
     return {
         "train_micro_batch_size_per_gpu": 1,
-    engine.checkpoint_engine = EngineFiles()
-    # A script for people, which it would copy into every checkpoint while the ranks wait.
-    engine._copy_recovery_script = lambda save_dir: None
         # Updates are cut by step() alone: their number of microbatches varies.
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,

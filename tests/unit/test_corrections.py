@@ -1,4 +1,4 @@
-"""Off-policy corrections: weights at each level, masks, the veto; what they change in a loss is in test_losses.py."""
+"""Off-policy corrections: weights at each level, masks, the veto, the mismatch. What they change in a loss: test_losses.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_core.learner.corrections import LOG_RATIO_BOUND, bounded_exp, correction_weights
+from miles_core.learner.corrections import LOG_RATIO_BOUND, bounded_exp, correction_weights, cut_tokens, mismatch_metrics
 from miles_core.learner.segments import Segments
 from miles_core.recipe import LearnerSpec
 from tests.unit.objective_reference import CORRECTIONS
@@ -72,3 +72,64 @@ def test_a_rows_product_stays_finite() -> None:
 def test_the_bound_is_far_outside_any_clip() -> None:
     assert math.exp(LOG_RATIO_BOUND) > 1e8
     assert torch.isfinite(bounded_exp(torch.tensor([1e30, math.inf, -math.inf], dtype=torch.float32)) ** 2).all()
+
+
+# --- how far rollout and learner are apart
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_cut_tokens_are_those_over_the_cap_or_set_to_0(kind: str) -> None:
+    log_weight = torch.tensor([1.5, 1e-5, 2.5, 1.0, 1.0, math.nan], dtype=torch.float64).log()
+    segments = Segments(torch.tensor([0, 1, 1, 2, 3, 3]), 4, torch.isfinite(log_weight))
+    spec = LearnerSpec.model_validate({"correction": kind})
+    expected = {
+        "none": [0, 0, 0, 0, 0, 0],
+        "tis": [0, 0, 1, 0, 0, 0],
+        "mis_token": [0, 1, 0, 0, 0, 0],
+        "mis_sequence": [0, 1, 1, 0, 0, 0],
+        "mis_geometric": [1, 1, 1, 0, 0, 0],
+    }[kind]
+    assert cut_tokens(log_weight, segments, spec).int().tolist() == expected
+    vetoed = cut_tokens(log_weight, segments, spec.model_copy(update={"veto": 1e-4}))
+    assert vetoed.int().tolist() == [expected[0], 1, 1, *expected[3:]]
+
+
+def test_mismatch_metrics_equal_the_reference() -> None:
+    rng = np.random.default_rng(2)
+    gap = rng.normal(0, 0.8, 200)
+    old = -rng.exponential(1.5, 200)
+    found = mismatch_metrics(
+        torch.from_numpy(old), torch.from_numpy(old - gap), torch.from_numpy((np.exp(gap) > 2).astype(float))
+    )
+    weights = np.exp(gap)
+    assert found["logprob_gap_mean"] == pytest.approx(np.abs(gap).mean())
+    assert found["logprob_gap_max"] == pytest.approx(np.abs(gap).max())
+    assert found["k3"] == pytest.approx((weights - 1 - gap).mean())
+    assert found["tis_clip_frac"] == pytest.approx((weights > 2).mean())
+    assert found["ess"] == pytest.approx(weights.sum() ** 2 / (200 * (weights**2).sum()))
+
+
+def test_mismatch_of_equal_policies_and_of_nothing() -> None:
+    same = torch.tensor([-1.0, -2.0])
+    found = mismatch_metrics(same, same, torch.zeros(2))
+    assert found == {"logprob_gap_mean": 0, "logprob_gap_max": 0, "k3": 0, "tis_clip_frac": 0, "ess": 1}
+    assert set(mismatch_metrics(torch.zeros(0), torch.zeros(0)).values()) == {0.0}
+
+
+@pytest.mark.parametrize("extreme", [1000.0, -1000.0, math.inf, -math.inf, math.nan])
+def test_mismatch_of_extreme_values_is_finite_and_skips_what_is_no_number(extreme: float) -> None:
+    for where in (0, 1):
+        columns = [torch.tensor([-1.0, -2.0, -1.5]) for _ in range(2)]
+        columns[where][1] = extreme
+        found = mismatch_metrics(*columns, torch.tensor([0.0, 1.0, 0.0]))
+        assert all(math.isfinite(value) for value in found.values())
+        assert found["tis_clip_frac"] == (pytest.approx(1 / 3) if math.isfinite(extreme) else 0)
+
+
+def test_k3_estimates_the_kl_divergence() -> None:
+    """Tokens drawn from the rollout policy: the mean of k3 tends to KL(rollout || learner)."""
+    rng = np.random.default_rng(0)
+    rollout, learner = np.array([0.6, 0.3, 0.1]), np.array([0.5, 0.2, 0.3])
+    drawn = rng.choice(3, size=200_000, p=rollout)
+    found = mismatch_metrics(torch.from_numpy(np.log(learner)[drawn]), torch.from_numpy(np.log(rollout)[drawn]))
+    assert found["k3"] == pytest.approx((rollout * np.log(rollout / learner)).sum(), rel=0.02)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from miles_core.errors import DigestMismatch, MilesError
 from miles_core.learner.batching import microbatches, with_signal
 from miles_core.learner.checkpoints import list_files, seal
-from miles_core.learner.objective import ppo_clip_loss
+from miles_core.learner.losses import Tokens, Totals, policy_loss
 from miles_core.learner.trainer import CHECKPOINT_TAG, Dtype, Policy, Trainer, learning_rate
 from miles_core.recipe import LearnerSpec
 from miles_core.records import FileDigest
@@ -221,13 +221,11 @@ def reference_gradient(folder: Path, size: int, *, drop: bool) -> dict[str, torc
     policy = Policy(AutoModelForCausalLM.from_pretrained(folder)).eval()
     rows, advantages = make_batch(1)
     kept = with_signal(list(range(len(rows))), rows, advantages) if drop else list(range(len(rows)))
-    num_tokens = sum(row.num_sampled for row in rows)
+    totals = Totals(tokens=sum(row.num_sampled for row in rows), rows=len(rows))
     for micro in microbatches(kept, rows, advantages, size):
         logp, _ = policy(micro)
-        ppo_clip_loss(
-            logp, logp.detach(), micro.rollout_logprobs, micro.advantages, micro.mask,
-            clip_low=0.2, clip_high=0.28, tis_cap=2.0, num_tokens=num_tokens,
-        ).loss.backward()  # fmt: skip
+        columns = (logp, logp.detach(), micro.rollout_logprobs, micro.advantages, micro.mask, micro.rows)
+        policy_loss(Tokens(*columns, num_rows=len(micro.tokens)), totals, LearnerSpec()).loss.backward()
     return {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
 
 

@@ -1,0 +1,170 @@
+"""Objectives in the real trainer: each makes a tiny model's reward rise, the default trains as ever, forward passes agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles_core.learner.advantages import advantages
+from miles_core.learner.batching import Microbatch
+from miles_core.learner.losses import PolicyLoss, Totals
+from miles_core.learner.presets import PRESETS, Objective
+from miles_core.learner.trainer import Trainer
+from miles_core.recipe import LearnerSpec
+from miles_core.trajectories.schema import Trajectory
+from tests.unit.test_trainer import SPEC, assert_same_bytes, make_batch, train
+from tests.unit.tiny_models import save_tiny_model
+
+PROMPTS, SAMPLES, MOST_TOKENS = 8, 8, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "base")
+
+
+# --- a bandit of 1 to 4 tokens: the reward is the share of sampled tokens with an even id
+
+
+def sample_batch(model: Any, step: int) -> tuple[list[Trajectory], np.ndarray]:
+    """Rows of 8 prompts x 8 samples by the model's own policy, and rewards [8, 8]."""
+    generator = torch.Generator().manual_seed(step)
+    prompts = torch.randint(64, (PROMPTS, 3), generator=generator).repeat_interleave(SAMPLES, dim=0)
+    tokens, logprobs = prompts, torch.zeros(len(prompts), 0)
+    with torch.no_grad():
+        for _ in range(MOST_TOKENS):
+            scores = torch.log_softmax(model(tokens).logits[:, -1], dim=-1)
+            chosen = torch.multinomial(scores.exp(), 1, generator=generator)
+            tokens, logprobs = torch.cat([tokens, chosen], dim=1), torch.cat([logprobs, scores.gather(1, chosen)], dim=1)
+    lengths = torch.randint(1, MOST_TOKENS + 1, (len(prompts),), generator=generator).tolist()
+    rows = [make_row(step, index, tokens[index], logprobs[index], length) for index, length in enumerate(lengths)]
+    rewards = [float((row.tokens[3:] % 2 == 0).mean()) for row in rows]
+    return rows, np.array(rewards).reshape(PROMPTS, SAMPLES)
+
+
+def make_row(step: int, index: int, tokens: torch.Tensor, logprobs: torch.Tensor, length: int) -> Trajectory:
+    group = f"g{step}-{index // SAMPLES}"
+    return Trajectory(
+        trajectory_id=f"{group}/{index}@rollout-0.a1",
+        sample_id=f"{group}/{index}",
+        group_id=group,
+        order_id="o",
+        producer="rollout-0",
+        producer_attempt=1,
+        task_seed=0,
+        tokens=tokens[: 3 + length].numpy().astype(np.int32),
+        loss_mask=np.array([0] * 3 + [1] * length, dtype=np.uint8),
+        logprobs=np.concatenate([np.zeros(3), logprobs[:length].numpy()]).astype(np.float32),
+        versions=(),
+        turns=(),
+        temperature=1.0,
+        status="complete",
+    )
+
+
+def learning_curve(folder: Path, spec: LearnerSpec, steps: int) -> list[float]:
+    """Mean reward of each step's samples."""
+    trainer, model = Trainer(folder, spec, "float32"), AutoModelForCausalLM.from_pretrained(folder).eval()
+    curve = []
+    for step in range(1, steps + 1):
+        model.load_state_dict(trainer.state_tensors(), strict=False)
+        rows, rewards = sample_batch(model, step)
+        curve.append(float(rewards.mean()))
+        num_sampled = torch.tensor([row.num_sampled for row in rows]).reshape(rewards.shape)
+        trainer.train(rows, advantages(torch.from_numpy(rewards), num_sampled, spec.advantage).reshape(-1).numpy(), step)
+    return curve
+
+
+@pytest.mark.parametrize("objective", PRESETS)
+def test_every_objective_makes_the_reward_rise(folder: Path, objective: Objective) -> None:
+    divisor = MOST_TOKENS if PRESETS[objective].aggregation == "constant" else None
+    spec = LearnerSpec(objective=objective, loss_divisor_tokens=divisor, lr=1e-2, ramp_steps=0, minibatches=2, microbatch=64)
+    curve = learning_curve(folder, spec, steps=16)
+    assert np.mean(curve[-4:]) > np.mean(curve[:2]) + 0.2, curve
+
+
+# --- the default trains as before there were objectives
+
+
+def frozen_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """Group advantages as the first release had them."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    spread = rewards.amax(dim=1, keepdim=True) > rewards.amin(dim=1, keepdim=True)
+    scaled = centred / (rewards.std(dim=1, keepdim=True) + 1e-4)
+    return torch.where(spread, scaled, torch.zeros_like(scaled))
+
+
+class FrozenTrainer(Trainer):
+    """The loss as the first release had it: clip 0.2 / 0.28, weights cut at 2, token mean."""
+
+    def _loss(self, micro: Microbatch, logp_old: torch.Tensor, totals: Totals) -> PolicyLoss:
+        logp, _ = self._engine(micro)
+        ratio = (logp - logp_old.detach()).clamp(-20, 20).exp()
+        plain, clipped = ratio * micro.advantages, ratio.clamp(1 - 0.2, 1 + 0.28) * micro.advantages
+        weight = (logp_old - micro.rollout_logprobs).clamp(-20, 20).exp().clamp(max=2.0)
+        per_token = -weight * torch.minimum(plain, clipped)
+        loss = per_token.where(micro.mask, per_token.new_zeros(())).sum() / totals.tokens
+        return PolicyLoss(loss=loss, clipped=0, ratio_deviation=0.0, nonfinite=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_default_trains_as_ever_to_the_last_bit(folder: Path, dtype: Any) -> None:
+    now, then = Trainer(folder, SPEC, dtype), FrozenTrainer(folder, SPEC, dtype)
+    before = now.state_tensors()
+    train(now, range(1, 4))
+    train(then, range(1, 4))
+    first, second = now.state_tensors(), then.state_tensors()
+    assert_same_bytes({k: v.float() for k, v in first.items()}, {k: v.float() for k, v in second.items()})
+    assert any(not torch.equal(before[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_default_advantages_are_as_ever_to_the_last_bit(dtype: torch.dtype) -> None:
+    rewards = torch.from_numpy(np.random.default_rng(0).random((16, 8))).to(dtype)
+    rewards[3], rewards[4] = 0.1, (rewards[4] > 0.5).to(dtype)
+    assert torch.equal(advantages(rewards, torch.ones(16, 8), LearnerSpec().advantage), frozen_advantages(rewards))
+
+
+# --- the two forward passes of a step agree before a weight has moved
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("microbatch", [1, 3, 64])
+def test_before_a_weight_has_moved_every_ratio_is_one(tmp_path: Path, kind: Any, microbatch: int) -> None:
+    """Rows of 10 to 24 tokens in one microbatch: the padding differs from row to row."""
+    trainer = Trainer(save_tiny_model(tmp_path / kind, kind), SPEC.model_copy(update={"microbatch": microbatch}), "float32")
+    assert trainer.train(*make_batch(1), 1)["ratio_deviation_start"] < 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("objective", ["grpo", "gspo"])
+def test_so_it_is_with_every_zero_stage_and_while_weights_move(folder: Path, stage: int, objective: str) -> None:
+    spec = LearnerSpec.model_validate(
+        {"lr": 1e-2, "minibatches": 2, "microbatch": 3, "zero_stage": stage, "objective": objective}
+    )
+    trainer = Trainer(folder, spec, "float32")
+    for step in (1, 2, 3):
+        metrics = trainer.train(*make_batch(step), step)
+        assert metrics["ratio_deviation_start"] < 1e-6 < metrics["ratio_deviation_max"]
+
+
+def test_passes_that_disagree_show(tmp_path: Path) -> None:
+    trainer = Trainer(save_tiny_model(tmp_path / "base", attention_dropout=0.5), SPEC, "float32")
+    trainer._module.train()
+    assert trainer.train(*make_batch(1), 1)["ratio_deviation_start"] > 1e-3
+
+
+# --- staleness
+
+
+def test_a_stale_batch_is_trained_at_the_lower_rate(folder: Path) -> None:
+    spec = SPEC.model_copy(update={"staleness_slowdown": 0.5, "ramp_steps": 0})
+    slowed, fresh = Trainer(folder, spec, "float32"), Trainer(folder, spec.model_copy(update={"lr": spec.lr / 2}), "float32")
+    assert slowed.train(*make_batch(1), 1, staleness=2)["lr"] == spec.lr / 2
+    fresh.train(*make_batch(1), 1, staleness=0)
+    assert_same_bytes(slowed.state_tensors(), fresh.state_tensors())
