@@ -68,7 +68,7 @@ def as_model(data: dict[str, Any]) -> Recipe | ClusterProfile | Plan | None:
     if data.keys() <= Recipe.model_fields.keys():
         whole = yaml.safe_load((CONFIGS / "recipes" / "chain_sum.yaml").read_text())
         return Recipe.model_validate({**whole, **data})
-    assert data.keys() <= {"schedules", "parameters"}, f"neither a recipe, a cluster profile nor a deployment: {sorted(data)}"
+    assert data.keys() <= {"schedules", "parameters"}, f"no recipe, cluster profile, plan or deployment: {sorted(data)}"
     return None
 
 
