@@ -73,7 +73,7 @@ def supervisor_argv(recipe: str, cluster: str, run_id: str, settings: Sequence[s
 def print_outcome(outcome: dict[str, Any]) -> None:
     """The table at the end, and what is wrong."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
     for column in ("role", "kind", "fired", "noticed", "productive", "lost", "verify", "others"):
         table.add_column(column)
     records = [FaultRecord.model_validate(record) for record in outcome["faults"]]

@@ -22,7 +22,7 @@ from cluster.epoch import WRITER
 from cluster.faults.host import HostedSupervisor
 from cluster.faults.leftovers import leftovers
 from cluster.faults.plan import Kind, Plan, Round, Target
-from cluster.faults.record import FaultRecord, read_drill, write_drill
+from cluster.faults.record import FaultRecord, left_of, read_drill, write_drill
 from cluster.faults.site import Injection, Site
 from cluster.faults.watch import Attempt, Watch
 from cluster.profile import ClusterProfile
@@ -97,15 +97,7 @@ class Drill:
             self._say(f"fault {number}/{len(left)}: {record.as_line()}")
 
     def _left(self) -> list[Round]:
-        """Rounds without a good record."""
-        good = Counter((record.role, record.kind) for record in self._records if record.is_good)
-        left = []
-        for role, kind, turn in self._plan.rounds():
-            if good[role, kind]:
-                good[role, kind] -= 1
-            else:
-                left.append((role, kind, turn))
-        return left
+        return left_of(self._plan.rounds(), self._records)
 
     def _outcome(self, left: list[str]) -> dict[str, Any]:
         verified = verify_run(self._paths.root)

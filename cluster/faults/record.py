@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.faults.plan import Kind, Target
+from collections import Counter
+
+from cluster.faults.plan import Kind, Round, Target
 from miles_core.paths import RunPaths
 from miles_core.recipe import Closed
 from miles_core.store.fs import FileSystem
@@ -48,6 +50,18 @@ class DrillFile(Closed):
     """Content of reports/drill.json."""
 
     faults: tuple[FaultRecord, ...] = ()
+
+
+def left_of(rounds: list[Round], faults: list[FaultRecord]) -> list[Round]:
+    """Rounds without a good record."""
+    good = Counter((fault.role, fault.kind) for fault in faults if fault.is_good)
+    left = []
+    for role, kind, turn in rounds:
+        if good[role, kind]:
+            good[role, kind] -= 1
+        else:
+            left.append((role, kind, turn))
+    return left
 
 
 def read_drill(paths: RunPaths) -> DrillFile:
