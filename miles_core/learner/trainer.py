@@ -28,9 +28,10 @@ import torch
 
 from miles_core.errors import MilesError
 from miles_core.learner.batching import Indexes, Microbatch, context_length, contexts, microbatches, split_groups, with_signal
+from miles_core.learner.corrections import cut_tokens, mismatch_metrics
 from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
-from miles_core.learner.objective import mismatch_metrics
 from miles_core.learner.routing import RoutingReplay, changed_metric, load_metrics, without_replay
+from miles_core.learner.segments import Segments
 from miles_core.recipe import LearnerSpec
 from miles_core.records import FileDigest
 from miles_core.routers import find_routers
@@ -180,7 +181,7 @@ class Trainer:
         """
         routing = self._module.routing
         old: list[list[torch.Tensor]] = []
-        seen: list[torch.Tensor] = [torch.zeros(0, 4)]
+        seen: list[torch.Tensor] = [torch.zeros(0, 5)]
         changed: list[tuple[int, int]] = [(0, 0)]
         with torch.no_grad():
             for batch in batches:
@@ -191,19 +192,26 @@ class Trainer:
                     if routing is not None and micro.mask.any():
                         changed.append(routing.changed)
                     own = self._engine(micro.without_record())[0] if routing is not None and unreplayed else logprobs
-                    seen.append(torch.stack([logprobs, micro.rollout_logprobs, entropy, own], dim=1)[micro.mask].cpu())
-        logp_old, logp_rollout, entropies, logp_own = self._everywhere(torch.cat(seen)).unbind(dim=1)
+                    columns = [logprobs, micro.rollout_logprobs, entropy, own, self._cut(micro, logprobs)]
+                    seen.append(torch.stack(columns, dim=1)[micro.mask].cpu())
+        logp_old, logp_rollout, entropies, logp_own, cut = self._everywhere(torch.cat(seen)).unbind(dim=1)
         tokens = logp_old.numel()
-        found = mismatch_metrics(logp_old, logp_rollout, self._spec.tis_cap)
+        found = mismatch_metrics(logp_old, logp_rollout, cut)
         if routing is not None:
             found |= changed_metric(self._everywhere(torch.tensor(changed)))
         if routing is not None and unreplayed:
-            found |= without_replay(mismatch_metrics(logp_own, logp_rollout, None))
+            found |= without_replay(mismatch_metrics(logp_own, logp_rollout))
         return old, {
             **found,
             "entropy": float(entropies.mean()) if tokens else 0.0,
             "tokens": float(tokens),
         }
+
+    def _cut(self, micro: Microbatch, logp_old: torch.Tensor) -> torch.Tensor:
+        """[N] 1 where the correction cut a token's weight, 0 elsewhere."""
+        log_weight = logp_old - micro.rollout_logprobs
+        segments = Segments(micro.rows, micro.tokens.shape[0], micro.mask & torch.isfinite(log_weight))
+        return cut_tokens(log_weight, segments, self._spec).to(log_weight.dtype)
 
     def _everywhere(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in rank order."""
