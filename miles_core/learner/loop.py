@@ -27,7 +27,7 @@ from miles_core.errors import DigestMismatch, MilesError, NeedsRollback
 from miles_core.learner.checkpoints import newest_valid, save_checkpoint
 from miles_core.learner.consume import BatchFeed, Rows, read_batch
 from miles_core.policy.lineage import Lineage
-from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, digest_entries, tensor_entries
+from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, digest_entries, probe_dtype, tensor_entries
 from miles_core.policy.publisher import Publisher
 from miles_core.recipe import Closed, LearnerSpec
 from miles_core.records import Batch, FileDigest, StepDone, Version, digest_record
@@ -240,7 +240,8 @@ class Learner:
         self._digest = digest_entries(self._entries)
 
     def _probe(self) -> Probe:
-        dtype = self._context.recipe.model.dtype
+        recipe = self._context.recipe
+        dtype = probe_dtype(recipe.model.dtype, recipe.rollout_dtype)
         answers = self._trainer.logprobs([list(prompt) for prompt in self._probe_prompts])
         return Probe(
             prompts=self._probe_prompts,

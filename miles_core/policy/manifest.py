@@ -29,8 +29,12 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "model.safetensors"
 DELTA_NAME = "delta.bin"
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest gap between two right computations of one logprob (nats), by the dtype of the forward pass."""
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}
+"""Largest mean gap between two right computations of a probe's logprobs (nats), by the coarser dtype of the two.
+
+Measured on CPU, learner float32 against engine bfloat16, 2000 probes of random tokens at each of 8 versions of chain_sum_moe:
+mean gap 0.014 in the median, 0.20 in the worst probe, which is doubled; dense 0.08. A router that chooses other experts
+moves single tokens by up to 3.2 nats, so the largest gap tells nothing. float32 on both sides differs by 1e-6."""
 
 
 class TensorEntry(Closed):
@@ -74,9 +78,9 @@ class Probe(Closed):
     logprobs: tuple[tuple[float, ...], ...]
     """[len - 1] each: log softmax(logits) at temperature 1 of every next token."""
     dtype: str
-    """Dtype of the learner's forward pass."""
+    """The coarser of the learner's and the engines' dtypes, which sets the tolerance."""
     tolerance: float
-    """Largest absolute gap that is not an error, in nats."""
+    """Largest mean of absolute gaps that is not an error, in nats."""
 
 
 class PolicyManifest(Closed):
@@ -136,6 +140,11 @@ def digest_entries(entries: tuple[TensorEntry, ...]) -> str:
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """The digest of a policy's weights: names, dtypes, shapes, raw bytes; independent of order and files."""
     return digest_entries(tensor_entries(tensors))
+
+
+def probe_dtype(learner: str, engine: str) -> str:
+    """The dtype whose rounding a probe has to forgive: the coarser one."""
+    return max(learner, engine, key=PROBE_TOLERANCE.__getitem__)
 
 
 def probe_prompts(vocabulary: int, *, count: int = 2, length: int = 16) -> tuple[tuple[int, ...], ...]:

@@ -104,7 +104,7 @@ def read_anchor(fs: FileSystem, folder: Path, manifest: PolicyManifest) -> dict[
 
 
 def check_probe(manifest: PolicyManifest, logprobs: Sequence[Sequence[float] | npt.NDArray[np.float32]]) -> float:
-    """Compares an engine's logprobs of `manifest.probe.prompts` with the learner's; returns the largest gap in nats.
+    """Compares an engine's logprobs of `manifest.probe.prompts` with the learner's; returns the mean absolute gap in nats.
 
     Raises DigestMismatch when it is over the tolerance or not a number: the bytes are right, what was loaded is not.
     """
@@ -120,11 +120,11 @@ def check_probe(manifest: PolicyManifest, logprobs: Sequence[Sequence[float] | n
         for mine, theirs in zip(logprobs, probe.logprobs, strict=True)
         for a, b in zip(mine, theirs, strict=True)
     ]
-    worst = max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
-    if worst > probe.tolerance:
+    mean = sum(gap if math.isfinite(gap) else math.inf for gap in gaps) / max(1, len(gaps))
+    if mean > probe.tolerance:
         raise DigestMismatch(
-            f"probe of policy version {version}: the engine's logprobs differ from the learner's by up to {worst:.3g} nats, "
+            f"probe of policy version {version}: the engine's logprobs are {mean:.3g} nats from the learner's on average, "
             f"tolerance {probe.tolerance:g} ({probe.dtype}); the weights are right on disk but not in the engine, or the "
             f"engine computes another model. It must not serve"
         )
-    return worst
+    return mean

@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from miles_core.errors import MilesError, RecipeError
+from miles_core.errors import DigestMismatch, MilesError, RecipeError
+from miles_core.policy.manifest import PROBE_TOLERANCE, PolicyManifest, Probe, probe_dtype, probe_prompts
+from miles_core.policy.reader import check_probe
 from miles_core.records import Version
 from miles_core.rollout.engine import Finished, Request
 from miles_core.rollout.torch_engine import PREFILL_TOKENS_PER_STEP, TorchEngine, sample, uniforms
@@ -280,6 +282,27 @@ def test_published_weights_are_cast_to_the_dtype_the_engine_computes_in() -> Non
     assert model.dtype == torch.bfloat16 and np.array_equal(engine.logprobs([[8, 9, 10]])[0], expected)
     with pytest.raises(ValueError, match=r"torch\.bfloat16 .*, expected torch\.float32"):
         engine.load_weights(published.state_dict(), V2)
+
+
+def test_a_coarser_engine_passes_the_probe_of_its_own_weights_alone() -> None:
+    vocabulary = tiny_model().config.vocab_size
+    prompts = probe_prompts(vocabulary)
+
+    def answers(seed: int, dtype: torch.dtype) -> list[Any]:
+        model = tiny_model("qwen3_moe", seed).to(dtype)
+        engine = TorchEngine(model, end_id=END, slots=1, max_tokens=16, version=V0)
+        return engine.logprobs([list(tokens) for tokens in prompts])
+
+    dtype = probe_dtype("float32", "bfloat16")
+    assert dtype == probe_dtype("bfloat16", "float32") == "bfloat16" and probe_dtype("float32", "float32") == "float32"
+    learner = tuple(tuple(values.tolist()) for values in answers(0, torch.float32))
+    probe = Probe(prompts=prompts, logprobs=learner, dtype=dtype, tolerance=PROBE_TOLERANCE[dtype])
+    manifest = PolicyManifest(
+        run_id="r", version=V1, weights_digest="", files=(), tensors=(), probe=probe, learner_token=""
+    )  # fmt: skip
+    assert 0 < check_probe(manifest, answers(0, torch.bfloat16)) < PROBE_TOLERANCE[dtype] / 2
+    with pytest.raises(DigestMismatch, match="nats on average"):
+        check_probe(manifest, answers(1, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dropped", [(), ("lm_head.weight",), ("model.embed_tokens.weight",)])

@@ -1,0 +1,301 @@
+"""Routing replay against a float64 computation of the whole model that is told which experts to take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from miles_core.errors import MilesError
+from miles_core.learner.batching import Microbatch, microbatches
+from miles_core.learner.routing import COLD, changed_metric, load_metrics
+from miles_core.learner.trainer import UNREPLAYED_EVERY, Policy, Trainer
+from miles_core.recipe import LearnerSpec
+from miles_core.routers import Experts, find_routers
+from miles_core.trajectories.schema import Trajectory
+from tests.unit.test_expert_record import own_choices
+from tests.unit.test_trainer import make_batch
+from tests.unit.tiny_models import save_tiny_model, tiny_model
+
+LAYERS, TOP_K, EXPERTS = 2, 2, 8
+
+
+def mixture(seed: int = 0, **changes: Any) -> Any:
+    return tiny_model("qwen3_moe", seed, **changes)
+
+
+def with_record(row: Trajectory, model: Any) -> Trajectory:
+    """The row as sampled by `model`: its experts, and its logprobs."""
+    tokens = torch.from_numpy(row.tokens).long()
+    with torch.no_grad():
+        scores = torch.log_softmax(model(tokens[None]).logits[0] / row.temperature, dim=-1)
+    logprobs = np.concatenate([[0], scores[torch.arange(len(tokens) - 1), tokens[1:]].numpy()]) * row.loss_mask
+    return replace(row, experts=own_choices(model, tokens[:-1]).astype(np.uint8), logprobs=logprobs.astype(np.float32))
+
+
+def rows_of(model: Any, count: int = 5) -> list[Trajectory]:
+    return [with_record(row, model) for row in make_batch(1)[0][:count]]
+
+
+def only_batch(rows: list[Trajectory]) -> Microbatch:
+    (batch,) = microbatches(list(range(len(rows))), rows, np.linspace(-1, 1, len(rows)), len(rows))
+    return batch
+
+
+def run(policy: Policy, batch: Microbatch) -> torch.Tensor:
+    with torch.no_grad():
+        return policy(batch)[0]
+
+
+# The reference: Qwen3-MoE in float64, written out, one row at a time.
+
+
+def norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return weight * hidden / torch.sqrt((hidden**2).mean(dim=-1, keepdim=True) + epsilon)
+
+
+def rotated(heads: torch.Tensor, theta: float) -> torch.Tensor:
+    """[T, heads, D] at positions 0..T-1."""
+    half = heads.shape[-1] // 2
+    angles = torch.arange(len(heads), dtype=torch.float64)[:, None] * theta ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = heads[..., :half], heads[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def attention(weights: dict[str, torch.Tensor], prefix: str, hidden: torch.Tensor, config: Any) -> torch.Tensor:
+    theta, size, length = config.rope_parameters["rope_theta"], config.head_dim, len(hidden)
+
+    def heads(name: str) -> torch.Tensor:
+        return (hidden @ weights[f"{prefix}.{name}_proj.weight"].T).view(length, -1, size)
+
+    query = rotated(norm(heads("q"), weights[f"{prefix}.q_norm.weight"], config.rms_norm_eps), theta)
+    key = rotated(norm(heads("k"), weights[f"{prefix}.k_norm.weight"], config.rms_norm_eps), theta)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), heads("v").repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value)
+    return mixed.reshape(length, -1) @ weights[f"{prefix}.o_proj.weight"].T
+
+
+def experts_of(
+    weights: dict[str, torch.Tensor], prefix: str, hidden: torch.Tensor, ids: torch.Tensor, normalised: bool
+) -> torch.Tensor:
+    """ids [T, k]: what each position is sent to."""
+    chosen = (hidden @ weights[f"{prefix}.gate.weight"].T).softmax(dim=-1).gather(-1, ids)
+    if normalised:
+        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+    rows = []
+    for position, state in enumerate(hidden):
+        outputs = []
+        for expert in ids[position].tolist():
+            gate, up = (weights[f"{prefix}.experts.gate_up_proj"][expert] @ state).chunk(2)
+            outputs.append(weights[f"{prefix}.experts.down_proj"][expert] @ (torch.nn.functional.silu(gate) * up))
+        rows.append((chosen[position][:, None] * torch.stack(outputs)).sum(dim=0))
+    return torch.stack(rows)
+
+
+def reference(weights: dict[str, torch.Tensor], config: Any, tokens: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """[T, vocabulary] log softmax at temperature 1; experts [T, layers, k]."""
+    hidden = weights["model.embed_tokens.weight"][tokens]
+    for layer in range(config.num_hidden_layers):
+        prefix, epsilon = f"model.layers.{layer}", config.rms_norm_eps
+        before = norm(hidden, weights[f"{prefix}.input_layernorm.weight"], epsilon)
+        hidden = hidden + attention(weights, f"{prefix}.self_attn", before, config)
+        after = norm(hidden, weights[f"{prefix}.post_attention_layernorm.weight"], epsilon)
+        ids = torch.from_numpy(experts[:, layer].astype(np.int64))
+        hidden = hidden + experts_of(weights, f"{prefix}.mlp", after, ids, config.norm_topk_prob)
+    hidden = norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
+    return (hidden @ weights["model.embed_tokens.weight"].T).log_softmax(dim=-1)
+
+
+def reference_targets(weights: dict[str, torch.Tensor], config: Any, rows: list[Trajectory]) -> torch.Tensor:
+    """Logprobs of the sampled tokens in the order of a microbatch: longest context first."""
+    parts = []
+    for row in sorted(rows, key=lambda row: -int(np.flatnonzero(row.loss_mask)[-1])):
+        assert row.experts is not None
+        sampled = torch.from_numpy(np.flatnonzero(row.loss_mask))
+        tokens = torch.from_numpy(row.tokens).long()
+        scores = reference(weights, config, tokens[:-1], row.experts)
+        parts.append(scores[sampled - 1, tokens[sampled]])
+    return torch.cat(parts)
+
+
+def exact_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().double().requires_grad_() for name, tensor in model.named_parameters()}
+
+
+# Tests
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_with_the_weights_that_sampled_replay_changes_nothing(normalised: bool) -> None:
+    model = mixture(norm_topk_prob=normalised)
+    policy, batch = Policy(model), only_batch(rows_of(model))
+    replayed, own = run(policy, batch), run(policy, batch.without_record())
+    assert torch.equal(replayed, own)
+    assert ((replayed - batch.rollout_logprobs).exp() - 1).abs().max() < 1e-6
+    assert policy.routing is not None and policy.routing.changed == (0, 0), "of the last pass, which replayed nothing"
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_other_weights_take_the_recorded_experts_and_their_gradient_flows_through_those(normalised: bool) -> None:
+    sampled_by, model = mixture(norm_topk_prob=normalised), mixture(seed=1, norm_topk_prob=normalised)
+    rows = rows_of(sampled_by)
+    policy, batch, weights = Policy(model), only_batch(rows), exact_weights(model)
+    found, _ = policy(batch)
+    expected = reference_targets(weights, model.config, rows)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+    assert (run(policy, batch.without_record()) - found).abs().max() > 0.1, "the routers would have chosen otherwise"
+    factors = torch.linspace(-1, 1, len(found))
+    (found * factors).sum().backward()
+    (expected * factors).sum().backward()
+    for name, parameter in model.named_parameters():
+        gradient = weights[name].grad
+        assert gradient is not None and parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.double(), gradient, rtol=0, atol=2e-5 * float(gradient.norm()))
+    assert all(parameter.grad.norm() > 0 for name, parameter in model.named_parameters() if "gate.weight" in name)
+
+
+def test_what_replay_changes_is_counted_at_recorded_positions_alone() -> None:
+    model, other = mixture(), mixture(seed=1)
+    rows = rows_of(model)
+    policy, batch = Policy(other), only_batch(rows)
+    first = next(module for module in find_routers(other).modules)  # type: ignore[union-attr]
+    run(policy, batch)
+    assert policy.routing is not None and batch.experts is not None
+    changed, replayed = policy.routing.changed
+    contexts = [int(np.flatnonzero(row.loss_mask)[-1]) for row in rows]
+    assert replayed == LAYERS * sum(contexts) < batch.tokens.numel() * LAYERS, "padding is not counted"
+    assert 0.5 < changed / replayed <= 1
+    turned = batch.experts.flip(-1)
+    run(Policy(model), replace(batch, experts=turned))
+    policy = Policy(mixture())
+    run(policy, replace(batch, experts=turned))
+    assert policy.routing is not None and policy.routing.changed == (0, replayed), "a set has no order"
+    assert len(first._forward_hooks) == 1
+    assert changed_metric(torch.tensor([[1, 4], [2, 4]])) == {"routing_changed_frac": 0.375}
+    assert changed_metric(torch.tensor([[0, 0]])) == {"routing_changed_frac": 0.0}
+
+
+def test_rows_without_a_record_take_the_routers_own_choice() -> None:
+    model, other = mixture(), mixture(seed=1)
+    rows = rows_of(model)
+    rows[0], rows[3] = replace(rows[0], experts=None), replace(rows[3], experts=None)
+    found, fresh = run(Policy(other), only_batch(rows)), mixture(seed=1)
+    expected = [
+        row if row.experts is not None else replace(row, experts=own_choices(fresh, torch.from_numpy(row.tokens[:-1]).long()))
+        for row in rows
+    ]
+    exact = reference_targets(exact_weights(fresh), fresh.config, expected)
+    torch.testing.assert_close(found.double(), exact.detach(), rtol=0, atol=2e-5)
+    missing = sum(int(np.flatnonzero(rows[row].loss_mask)[-1]) for row in (0, 3))
+    routers = find_routers(fresh)
+    assert routers is not None and load_metrics(rows, routers)["routing_missing_tokens"] == missing
+
+
+def test_how_rows_are_split_does_not_change_what_they_replay() -> None:
+    rows, policy = rows_of(mixture()), Policy(mixture(seed=1))
+    together = run(policy, only_batch(rows))
+    order = sorted(range(len(rows)), key=lambda row: -int(np.flatnonzero(rows[row].loss_mask)[-1]))
+    alone = torch.cat([run(policy, only_batch([rows[row]])) for row in order])
+    torch.testing.assert_close(alone, together, rtol=0, atol=1e-5)
+
+
+def test_a_filler_replays_too() -> None:
+    batch, policy = only_batch(rows_of(mixture())), Policy(mixture(seed=1))
+    assert torch.equal(run(policy, batch.as_filler()), run(policy, batch))
+
+
+def test_loads_are_counted_by_layer_up_to_the_last_sampled_token() -> None:
+    routers = find_routers(mixture())
+    assert routers is not None
+    row = make_batch(1)[0][0]
+    context = int(np.flatnonzero(row.loss_mask)[-1])
+    experts = np.zeros((len(row.tokens) - 1, LAYERS, TOP_K), np.uint8)
+    experts[:, :, 1] = 1
+    experts[context:] = 7
+    found = load_metrics([replace(row, experts=experts)], routers)
+    # Two of eight experts carry all: a load of 4 each, 0 for the others.
+    assert found["routing_load_peak"] == pytest.approx(EXPERTS / TOP_K)
+    assert found["routing_load_cv"] == pytest.approx(np.std([4, 4, 0, 0, 0, 0, 0, 0]))
+    assert found["routing_cold_frac"] == 0.75 and found["routing_missing_tokens"] == 0 and COLD < 1
+    even = np.broadcast_to((np.arange(len(experts))[:, None, None] * TOP_K + np.arange(TOP_K)) % EXPERTS, experts.shape)
+    long = replace(row, experts=even.astype(np.uint8)[: context - context % 4])
+    assert load_metrics([long], routers)["routing_load_cv"] == 0
+    assert set(load_metrics([row], routers).values()) == {0.0, float(context)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("mixture") / "base", "qwen3_moe")
+
+
+def recorded_batch(model: Any) -> tuple[list[Trajectory], Any]:
+    rows, advantages = make_batch(1)
+    return [with_record(row, model) for row in rows], advantages
+
+
+def test_a_record_of_another_model_is_refused_by_name(folder: Path) -> None:
+    trainer = Trainer(folder, LearnerSpec(), "float32")
+    rows, advantages = recorded_batch(mixture())
+    assert rows[2].experts is not None
+    for wrong in (rows[2].experts + np.uint8(EXPERTS), rows[2].experts[:, :1]):
+        with pytest.raises(MilesError, match=r"1-0/2@rollout-0\.a1 was sampled by another model"):
+            trainer.train([*rows[:2], replace(rows[2], experts=wrong), *rows[3:]], advantages, 1)
+
+
+def test_metrics_say_what_replay_removes(folder: Path) -> None:
+    trainer = Trainer(folder, LearnerSpec(lr=0.0), "float32")
+    rows, advantages = recorded_batch(mixture())
+    same = trainer.train(rows, advantages, 1)
+    assert same["k3"] < 1e-9 and same["k3_no_replay"] == same["k3"] and same["routing_changed_frac"] == 0
+    assert same["logprob_gap_max"] == same["logprob_gap_max_no_replay"] < 1e-5
+    assert same["routing_missing_tokens"] == 0 and same["routing_load_peak"] > 1 and same["routing_load_cv"] > 0
+    scrambled = [replace(row, experts=(row.experts + np.uint8(1)) % np.uint8(EXPERTS)) for row in rows]  # type: ignore[operator]
+    other = trainer.train(scrambled, advantages, 1)
+    assert other["k3_no_replay"] == same["k3"] < 1e-9 < other["k3"] and other["routing_changed_frac"] > 0.9
+    between = trainer.train(rows, advantages, 2)
+    assert set(same) - set(between) == {"k3_no_replay", "logprob_gap_max_no_replay"}
+    assert set(trainer.train(rows, advantages, 1 + UNREPLAYED_EVERY)) == set(same)
+
+
+def test_without_replay_and_without_experts_nothing_is_measured(folder: Path, tmp_path: Path) -> None:
+    dense = save_tiny_model(tmp_path / "dense")
+    rows, advantages = recorded_batch(mixture(seed=1))
+    off = Trainer(folder, LearnerSpec(routing_replay=False), "float32").train(rows, advantages, 1)
+    assert off == Trainer(folder, LearnerSpec(routing_replay=False), "float32").train(*make_batch_like(rows, advantages), 1)
+    plain = Trainer(dense, LearnerSpec(), "float32").train(*make_batch(1), 1)
+    assert off.keys() == plain.keys() and not [name for name in plain if "rout" in name or "replay" in name]
+
+
+def make_batch_like(rows: list[Trajectory], advantages: Any) -> tuple[list[Trajectory], Any]:
+    return [replace(row, experts=None) for row in rows], advantages
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_replays_through_all_its_stages(folder: Path, stage: int) -> None:
+    """Also where the weights of a router are parted: the gradient is that of the reference."""
+    sampled_by = mixture(seed=1)
+    rows, advantages = recorded_batch(sampled_by)
+    spec = LearnerSpec.model_validate(
+        {"minibatches": 1, "microbatch": 3, "zero_stage": stage, "grad_clip": 1e9, "tis_cap": 9e9}
+    )
+    metrics = Trainer(folder, spec, "float32").train(rows, advantages, 1)
+    model = mixture()
+    weights = exact_weights(model)
+    used = [index for index in range(len(rows)) if advantages[index]]
+    logp = reference_targets(weights, model.config, [rows[index] for index in used])
+    order = sorted(used, key=lambda index: -int(np.flatnonzero(rows[index].loss_mask)[-1]))
+    factors = torch.cat([torch.full((rows[index].num_sampled,), float(advantages[index])) for index in order])
+    rollout = torch.cat([torch.from_numpy(rows[index].logprobs[rows[index].loss_mask == 1]) for index in order])
+    ratio = (logp - rollout).detach().exp()
+    loss = -(ratio * factors * logp).sum() / sum(row.num_sampled for row in rows)
+    loss.backward()
+    total = torch.cat([tensor.grad.flatten() for tensor in weights.values() if tensor.grad is not None]).norm()
+    assert metrics["grad_norm"] == pytest.approx(float(total), rel=1e-4)
