@@ -123,7 +123,7 @@ def check_probe(manifest: PolicyManifest, logprobs: Sequence[Sequence[float] | n
     mean = sum(gap if math.isfinite(gap) else math.inf for gap in gaps) / max(1, len(gaps))
     if mean > probe.tolerance:
         raise DigestMismatch(
-            f"probe of policy version {version}: the engine's logprobs are {mean:.3g} nats from the learner's on average, "
+            f"probe of policy version {version}: the engine's logprobs differ from the learner's by a mean {mean:.3g} nats, "
             f"tolerance {probe.tolerance:g} ({probe.dtype}); the weights are right on disk but not in the engine, or the "
             f"engine computes another model. It must not serve"
         )
