@@ -25,6 +25,8 @@ def all_figures(data: ReportData) -> list[tuple[str, Figures]]:
         ("Staleness and freshness", [(_staleness(data), False), (_freshness(data), False), (_mismatch(data), False)]),
         ("Speed", [(_sampling(data), False), (_time_split(data), False), (_bytes(data), False)]),
     ]
+    if "routing_changed_frac" in data.metric_names():
+        sections.insert(2, ("Routing", [(chart, False) for chart in _routing(data)]))
     return [(title, figures) for title, figures in sections if data.steps]
 
 
@@ -106,14 +108,59 @@ def _freshness(data: ReportData) -> Chart:
 
 
 def _mismatch(data: ReportData) -> Chart:
-    """k3 and, where the learner reports them, its variants."""
-    names = sorted(name for name in data.metric_names() if name.startswith("k3"))
-    series = [Series(name, data.column(name), f"s{index % 6 + 1}") for index, name in enumerate(names)]
+    """k3 of the logprobs that the loss takes: of a mixture of experts, with routing replay."""
     gaps = [value for value in data.column("logprob_gap_max") if value is not None]
     note = "k3 estimate of KL(rollout || learner at the start of the step): off-policyness and numerical mismatch together."
     if gaps:
         note += f" Largest logprob gap of the run: {number(max(gaps))}."
-    return Chart("Rollout-learner mismatch", _steps(data), series, "nats per token", note=note)
+    return Chart("Rollout-learner mismatch", _steps(data), [Series("k3", data.column("k3"), "s1")], "nats per token", note=note)
+
+
+def _routing(data: ReportData) -> list[Chart]:
+    """Of a mixture of experts whose routing is replayed: what replay removes, and how even the load is."""
+    changed = [Series("changed by replay", data.column("routing_changed_frac"), "s4")]
+    missing = sum(value or 0.0 for value in data.column("routing_missing_tokens"))
+    note = "(position, layer) pairs of which the learner would have chosen another set of experts than rollout did."
+    if missing:
+        note += f" {number(missing)} positions had no record and were not replayed."
+    return [
+        _both_ways(data, "k3", "Mismatch without and with replay", "nats per token"),
+        _both_ways(data, "logprob_gap_max", "Largest logprob gap", "nats"),
+        Chart("Experts changed", _steps(data), changed, "share", note=note),
+        _expert_load(data),
+    ]
+
+
+def _both_ways(data: ReportData, name: str, title: str, unit: str) -> Chart:
+    """A metric at the steps whose logprobs the learner computed with its own choice of experts, too."""
+    pairs = [
+        (float(step), without, replayed)
+        for step, without, replayed in zip(_steps(data), data.column(f"{name}_no_replay"), data.column(name), strict=True)
+        if without is not None and replayed is not None
+    ]
+    means = [sum(pair[index] for pair in pairs) / max(1, len(pairs)) for index in (1, 2)]
+    return Chart(
+        title, [step for step, _, _ in pairs],
+        (
+            Series("the learner's own experts", [without for _, without, _ in pairs], "s2"),
+            Series("rollout's experts, replayed", [replayed for _, _, replayed in pairs], "s1"),
+        ),
+        unit,
+        note=f"Mean over {len(pairs)} steps measured both ways: {number(means[0])} without, {number(means[1])} with replay.",
+    )  # fmt: skip
+
+
+def _expert_load(data: ReportData) -> Chart:
+    cold = [value for value in data.column("routing_cold_frac") if value is not None]
+    return Chart(
+        "Expert load", _steps(data),
+        (
+            Series("busiest expert", data.column("routing_load_peak"), "s2"),
+            Series("standard deviation", data.column("routing_load_cv"), "s1"),
+        ),
+        "of the mean load",
+        note=f"Experts under a tenth of the mean: {number(100 * cold[0])}% at first, {number(100 * cold[-1])}% at last.",
+    )  # fmt: skip
 
 
 def _sampling(data: ReportData) -> Chart:

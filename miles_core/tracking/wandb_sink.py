@@ -20,7 +20,8 @@ AXES = {
     "eval/*": "eval/step",
     **dict.fromkeys(("slurm/*", "grader/*", "queue/*"), "wall_s"),
     **dict.fromkeys(
-        ("reward/*", "off_policy/*", "len/*", "time/*", "perf/*", "kl/*", "clip/*", "entropy/*", "drops/*"), "policy_version"
+        ("reward/*", "off_policy/*", "len/*", "time/*", "perf/*", "kl/*", "routing/*", "clip/*", "entropy/*", "drops/*"),
+        "policy_version",
     ),
 }
 """Which axis each group of metrics is drawn over; `step=` of wandb's own is never given."""

@@ -105,8 +105,11 @@ class SyntheticRun:
         ))  # fmt: skip
         self._publish(0)
 
-    def train(self, step: int, *, points: bool = True) -> None:
-        """Samples, grades, batches and trains step `step`; `points` False: its metric points are still in buffers."""
+    def train(self, step: int, *, points: bool = True, metrics: dict[str, float] | None = None) -> None:
+        """Samples, grades, batches and trains step `step`; `points` False: its metric points are still in buffers.
+
+        `metrics`: further ones of the learner.
+        """
         self.now_s += 5.0
         group = f"g{step}.o1"
         members = self._sample(step, group)
@@ -125,7 +128,8 @@ class SyntheticRun:
         ))  # fmt: skip
         self.write("learner-0", StepDone(
             step=step, batch_id=f"b{step}.o1", manifest_digest="m", weights_digest=f"w{step}", staleness=staleness,
-            mean_reward=0.5, metrics={"loss": -0.1 * step, "k3": 0.01, "entropy": 0.5, "grad_norm": 1.0, "tokens": 40.0},
+            mean_reward=0.5,
+            metrics={"loss": -0.1 * step, "k3": 0.01, "entropy": 0.5, "grad_norm": 1.0, "tokens": 40.0, **(metrics or {})},
         ))  # fmt: skip
         self._publish(step)
         if points:

@@ -105,6 +105,32 @@ def test_staleness_and_freshness_are_those_of_the_batches(made: SyntheticRun) ->
     assert shares["newest version"] == [1, 0, 0, 0] and shares["1 behind"] == [0, 1, 1, 1]
 
 
+def routed(step: int) -> dict[str, float]:
+    """The metrics of a mixture of experts; every fifth step is measured without replay, too."""
+    always = {"routing_changed_frac": 0.02, "routing_load_cv": 0.5, "routing_load_peak": 3.0, "routing_cold_frac": 0.25 / step,
+              "routing_missing_tokens": 4.0 * (step == 2), "logprob_gap_max": 0.125}  # fmt: skip
+    return always | ({} if step % 5 != 1 else {"k3_no_replay": 0.03 * step, "logprob_gap_max_no_replay": 0.5})
+
+
+def test_a_mixture_shows_its_mismatch_without_and_with_replay_at_the_steps_that_know_both(tmp_path: Path) -> None:
+    mixture = SyntheticRun(tmp_path / "mixture-1", wandb=False)
+    for step in range(1, 8):
+        mixture.train(step, metrics=routed(step))
+    charts = charts_of(mixture)
+    chart = charts["Mismatch without and with replay"]
+    assert list(chart.x) == [1, 6] and [series.values for series in chart.series] == [[0.03, 0.18], [0.01, 0.01]]
+    assert "2 steps measured both ways: 0.105 without, 0.01 with" in chart.note
+    assert [series.values for series in charts["Largest logprob gap"].series] == [[0.5, 0.5], [0.125, 0.125]]
+    assert len(charts["Experts changed"].x) == 7 and "4 positions had no record" in charts["Experts changed"].note
+    assert "25% at first, 3.57% at last" in charts["Expert load"].note
+    assert [series.name for series in charts["Rollout-learner mismatch"].series] == ["k3"]
+    assert "<h2>Routing</h2>" in page_of(mixture)
+
+
+def test_a_dense_model_has_no_section_on_routing(made: SyntheticRun) -> None:
+    assert "Routing" not in [title for title, _ in all_figures(data_of(made))] and "<h2>Routing</h2>" not in page_of(made)
+
+
 def test_lanes_show_attempts_work_and_incidents(made: SyntheticRun) -> None:
     made.lose("rollout-0", "node n1 failed")
     data = data_of(made)
