@@ -89,6 +89,30 @@ def test_a_filler_computes_the_same_and_counts_nothing() -> None:
     assert torch.equal(filler.tokens, batch.tokens) and not filler.mask.any() and batch.mask.all()
 
 
+def recorded(pattern: list[int], index: int) -> Trajectory:
+    """Position p of row `index` went to experts 16 * index + p and its successor, in both of two layers."""
+    row = trajectory(pattern, index=index)
+    first = 16 * index + np.arange(len(pattern) - 1, dtype=np.uint8)
+    return replace(row, experts=np.repeat(np.stack([first, first + 1], axis=-1)[:, None], 2, axis=1))
+
+
+def test_records_lie_beside_their_tokens_and_are_padded_with_nothing() -> None:
+    rows = [recorded([0, S, S, 0], 1), recorded([0, 0, S, 0, S, 0, 0], 2), trajectory([0, S, S])]
+    (batch,) = microbatches([0, 1, 2], rows, np.ones(3), 8)
+    assert batch.experts is not None and batch.experts.shape == (batch.tokens.numel(), 2, 2)
+    longest, short, bare = batch.experts.view(3, 4, 2, 2)
+    assert longest[:, 0, 0].tolist() == [32, 33, 34, 35] and longest[:, 1, 1].tolist() == [33, 34, 35, 36]
+    assert short[:, 0, 0].tolist() == [16, 17, -1, -1] and (bare == -1).all()
+    assert batch.as_filler().experts is batch.experts and batch.to(torch.device("cpu")).experts is not None
+    assert batch.without_record().experts is None and torch.equal(batch.without_record().tokens, batch.tokens)
+
+
+def test_a_batch_without_any_record_has_none() -> None:
+    (batch,) = microbatches([0], [trajectory([0, S, S])], np.ones(1), 4)
+    assert batch.experts is None and batch.to(torch.device("cpu")).experts is None
+    assert contexts([[5, 6, 7]], 1.0).experts is None
+
+
 def test_contexts_make_every_token_but_the_first_a_target() -> None:
     batch = contexts([[5, 6, 7], [8, 9]], 0.7)
     assert batch.tokens.tolist() == [[5, 6], [8, 0]]

@@ -123,6 +123,20 @@ def test_rows_come_in_the_order_asked_for(tmp_path: Path) -> None:
         read_rows(path, [4])
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_come_back_through_a_sealed_shard_beside_rows_without(tmp_path: Path, dtype: Any) -> None:
+    largest = np.iinfo(dtype).max
+    experts = (largest - np.arange(10 * 3 * 4)).astype(dtype).reshape(10, 3, 4)
+    writer = shard_writer(tmp_path, rows=2)
+    writer.add(make(0, experts=experts))
+    writer.add(make(1))
+    sealed = writer.seal()
+    assert sealed is not None
+    recorded, plain = read_shard(tmp_path / sealed.path, digest=sealed.digest)
+    assert plain.experts is None and same(recorded, make(0, experts=experts)) and recorded.experts is not None
+    assert recorded.experts[0, 0, 0] == largest and recorded.experts.flags.writeable
+
+
 @pytest.mark.parametrize("cut", [0, 5, 100, -200, -1])
 def test_a_truncated_file_is_named(tmp_path: Path, cut: int) -> None:
     path = write(tmp_path / "torn.arrow", [make(i) for i in range(4)])
