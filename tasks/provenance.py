@@ -102,6 +102,8 @@ def _file_digest(path: Path) -> FileDigest:
 
 _PACKAGES = {"shell_puzzle": "miles_core"}
 """Of families that are not reasoning-gym's."""
+_DISTRIBUTIONS = {"miles_core": "miles-slurm"}
+"""Of packages with another name, where it is known; else it is looked for, which takes a second."""
 
 
 def read_data(environment: EnvironmentSpec) -> Data:
@@ -119,23 +121,23 @@ def read_data(environment: EnvironmentSpec) -> Data:
 
 def _library(package: str) -> str:
     """Name and version of the distribution that a package is of; UNKNOWN for one that was never installed."""
-    name = package.replace("_", "-")
+    name = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
     try:
         return f"{name} {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
-        # A second of reading, for the few whose distribution has another name.
         names = importlib.metadata.packages_distributions().get(package)
         return f"{names[0]} {importlib.metadata.version(names[0])}" if names else UNKNOWN
 
 
 def _source_digest(package: str) -> str:
-    """Over all Python files of a top-level package, or over its one file."""
+    """Over all Python files of a top-level package, or over its one file; of our own, over its environments alone."""
     try:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             return UNKNOWN
         folders = list(spec.submodule_search_locations or ())
         top = Path(folders[0]) if folders else Path(spec.origin).parent
+        top /= "environments" if package == "miles_core" else ""
         files = sorted(top.rglob("*.py")) if folders else [Path(spec.origin)]
         state = xxhash.xxh3_128()
         for path in files:

@@ -341,7 +341,7 @@ def _hours(side: Side) -> tuple[float, float] | None:
         hours = sum(attempt.end_s - attempt.start_s for attempt in lane.attempts) / 3600
         asked = _asked(side.run.cluster, split_writer(lane.writer)[0], pools.get(lane.writer))
         nodes = asked.get("nodes", 1)
-        cpus += hours * nodes * asked.get("cpus", 1)
+        cpus += hours * nodes * asked.get("tasks", 1) * asked.get("cpus", 1)
         gpus += hours * nodes * asked.get("gpus", 0)
     return round(cpus, 3), round(gpus, 3)
 

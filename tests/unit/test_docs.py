@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import itertools
 import re
 import shlex
@@ -19,7 +20,9 @@ import yaml
 from cluster.faults.plan import Plan
 from cluster.profile import ClusterProfile
 from flows.cli import app
-from miles_core.recipe import CONFIGS, Recipe
+from miles_core.environments.registry import make_environment
+from miles_core.grading.rules import make_verifier
+from miles_core.recipe import CONFIGS, EnvironmentSpec, Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -88,13 +91,27 @@ def test_a_wrong_key_in_a_page_would_be_seen() -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
+def shell_words(lines: list[str]) -> Iterator[list[str]]:
+    """Words of each line; a quoted text may go over several lines."""
+    held = ""
+    for line in lines:
+        lexer = shlex.shlex(held + line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:
+            held += line + "\n"
+            continue
+        held = ""
+        yield words
+    assert not held, f"a quotation is not closed: {held}"
+
+
 def commands(text: str, name: str) -> Iterator[list[str]]:
     """Arguments of every call of a program in a shell text: comments, assignments and other programs left out."""
-    for line in text.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
+    for line in shell_words(text.replace("\\\n", " ").splitlines()):
         words: list[str] = []
-        for word in [*lexer, ";"]:
+        for word in [*line, ";"]:
             if not set(word) <= set(";|&()<>"):
                 words.append(word)
                 continue
@@ -190,6 +207,25 @@ def test_a_wrong_command_in_a_page_would_be_seen(text: str) -> None:
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_blocks_can_be_read(block: Block) -> None:
     ast.parse(block.text)
+
+
+def test_the_environment_that_a_researcher_copies_is_played_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "researcher.md"
+    (code,) = (block.text for block in blocks("python") if block.page == page)
+    (recipe,) = (block.text for block in blocks("yaml") if block.page == page)
+    (tmp_path / "my_sums.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shown = yaml.safe_load(recipe)["environment"]
+    spec = EnvironmentSpec.model_validate({**shown, "family": shown["family"].replace("miles_core.environments.", "")})
+    environment, verifier = make_environment(spec), make_verifier(spec)
+    rewards = []
+    for turns in (["<tool_call>{0} + {1}</tool_call>", "{2}"], ["{2}"], ["0"], []):
+        episode: Any = environment.episode(7, "train")
+        first, second = map(int, re.findall(r"\d+", episode.opening()[0].content))
+        for turn in turns:
+            asyncio.run(episode.respond(turn.format(first, second, first + second)))
+        rewards.append(verifier.value(7, episode.facts()))
+    assert rewards == [1.0, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
