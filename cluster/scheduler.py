@@ -119,6 +119,10 @@ class Scheduler(Protocol):
         """Cancels all given jobs in one call (or sends them a signal by name). Unknown and ended ids are no error."""
         ...
 
+    def expected_starts(self, job_ids: tuple[str, ...]) -> dict[str, float]:
+        """When pending jobs are expected to start, in Unix seconds, as far as the scheduler says; raises nothing."""
+        ...
+
     def script(self, spec: JobSpec) -> str:
         """The exact text that submit would hand over, for `miles jobs`."""
         ...

@@ -10,14 +10,17 @@ from cluster.profile import ClusterProfile
 from cluster.scheduler import JobSpec, Scheduler
 
 
-def make_scheduler(profile: ClusterProfile, run_dir: Path) -> Scheduler:
-    """The scheduler for one run; `run_dir` need not exist yet. Raises SchedulerError if its Slurm is not there."""
+def make_scheduler(profile: ClusterProfile, run_dir: Path, *, patient: bool = True) -> Scheduler:
+    """The scheduler for one run; `run_dir` need not exist yet. Raises SchedulerError if its Slurm is not there.
+
+    `patient` False: for a person who waits, queries give up after some seconds.
+    """
     if profile.kind == "local":
         return LocalScheduler(run_dir)
     # Only here: submitit is not imported for a run on this machine.
     from cluster.slurm.client import slurm_for
 
-    return slurm_for(profile)
+    return slurm_for(profile, patient=patient)
 
 
 def make_script(profile: ClusterProfile, run_dir: Path) -> Callable[[JobSpec], str]:

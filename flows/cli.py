@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from flows.output import reader_may_leave
+from flows.output import print_json, print_text, reader_may_leave
 from flows.places import find_run
 from miles_core.errors import MilesError
+
+WATCH_S = 5.0
 
 
 class Commands(TyperGroup):
@@ -35,6 +37,25 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with reader_may_leave():
             return super().invoke(ctx)
+
+
+class Watchable(TyperCommand):
+    """`--watch` with or without a number of seconds, which the library has no word for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        for index in reversed(range(len(given))):
+            rest = given[index + 1 :]
+            if given[index] in ("-w", "--watch") and not (rest and _is_number(rest[0])):
+                given.insert(index + 1, str(WATCH_S))
+        return super().parse_args(ctx, given)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) is not None
+    except ValueError:
+        return False
 
 
 app = typer.Typer(
@@ -111,21 +132,28 @@ def resume(
     raise typer.Exit(resume_run(find_run(run), cluster, Session(takeover, as_json)))
 
 
-@app.command()
-def status(run: RunName, as_json: AsJson = False) -> None:
+@app.command(cls=Watchable)
+def status(
+    run: RunName,
+    as_json: AsJson = False,
+    watch: Annotated[
+        float | None, typer.Option("--watch", "-w", min=0.5, metavar="[SECONDS]", help="Again every 5 (or so many) seconds.")
+    ] = None,
+) -> None:
     """Shows how far a run is, what each role does, and what went wrong."""
-    from flows.display import print_status
+    from flows.status import look
+    from flows.status_text import status_text, watch_status
     from miles_core.run import read_run
-    from miles_core.tracking.ledger import read_ledger
-    from miles_core.tracking.summary import summarize
 
     run_config, paths = read_run(find_run(run))
-    ledger = read_ledger(run_config, paths)
-    summary = summarize(ledger, paths)
-    if as_json:
-        print(json.dumps(summary, indent=2))
+    if watch is not None and as_json:
+        raise typer.BadParameter("--json prints once; leave --watch out")
+    if watch is not None:
+        watch_status(lambda: look(run_config, paths), watch)
+    elif as_json:
+        print_json(look(run_config, paths).as_json())
     else:
-        print_status(ledger, summary, paths)
+        print_text(status_text(look(run_config, paths)))
 
 
 @app.command()

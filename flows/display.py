@@ -27,7 +27,7 @@ from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe
 from miles_core.records import Incident
 from miles_core.run import RunConfig, all_writers, read_run
-from miles_core.tracking.ledger import Ledger, read_ledger
+from miles_core.tracking.ledger import read_ledger
 
 _LINE_EVERY_S = 5.0
 _STALL_S = 20.0
@@ -156,28 +156,6 @@ def summary_text(summary: dict[str, Any]) -> str:
 
 def _show(value: float | int | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def print_status(ledger: Ledger, summary: dict[str, Any], paths: RunPaths) -> None:
-    """`miles status`."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"run {ledger.run.run_id}  ({paths.root})")
-    console.print(summary_text(summary))
-    entries = {} if ledger.liveness is None else {(entry.writer, entry.attempt): entry for entry in ledger.liveness.entries}
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for column in ("role", "attempt", "job", "state", "progress"):
-        table.add_column(column)
-    for writer in all_writers(ledger.run.recipe):
-        intents = ledger.intents[writer]
-        attempt = intents[-1].attempt if intents else 0
-        job = ledger.submitted[writer][-1].job_id if ledger.submitted[writer] else "-"
-        entry = entries.get((writer, attempt))
-        state = "done" if writer in ledger.done else ("-" if entry is None else f"{entry.state} ({entry.verdict})")
-        table.add_row(writer, str(attempt), job, state, "-" if entry is None else str(entry.progress))
-    console.print(table)
-    for incident in ledger.incidents[-10:]:
-        when = time.strftime("%H:%M:%S", time.localtime(incident.unix_s))
-        console.print(f"! {when} {incident.what} {incident.writer} {incident.detail}".rstrip())
 
 
 def print_scripts(recipe: Recipe, profile: ClusterProfile) -> None:

@@ -62,6 +62,11 @@ class LimitedScheduler:
         """As the inner one."""
         self._inner.cancel(job_ids, signal=signal)
 
+    def expected_starts(self, job_ids: tuple[str, ...]) -> dict[str, float]:
+        """As the inner one."""
+        with self._slot(self._pace, QUERY):
+            return self._inner.expected_starts(job_ids)
+
     def script(self, spec: JobSpec) -> str:
         """As the inner one."""
         return self._inner.script(spec)

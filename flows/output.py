@@ -18,9 +18,15 @@ READER_LEFT_EXIT_CODE = 141
 """As a shell tells a program that SIGPIPE ended: `miles status RUN | head`."""
 
 
+def print_text(text: str) -> None:
+    """Lines on stdout, in one write: a reader that wants only the first of them (`| head`) has them all before it leaves."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(value, indent=2))
+    print_text(json.dumps(value, indent=2))
 
 
 def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:

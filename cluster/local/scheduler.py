@@ -109,6 +109,10 @@ class LocalScheduler:
             except OSError as error:
                 raise SchedulerError(f"job {job_id} in {self._folder} cannot be cancelled: {error}", transient=True) from error
 
+    def expected_starts(self, job_ids: tuple[str, ...]) -> dict[str, float]:
+        """Nothing waits here."""
+        return {}
+
     # ---- submission
 
     def _claim(self, spec: JobSpec) -> JobRecord:

@@ -23,11 +23,13 @@ from cluster.slurm.parse import (
     EXIT_CODE_FORMAT,
     SINFO_NODES_FORMAT,
     SQUEUE_FORMAT,
+    START_FORMAT,
     JobLine,
     parse_exit_codes,
     parse_job_id,
     parse_nodes,
     parse_squeue,
+    parse_starts,
 )
 from cluster.slurm.script import sbatch_text
 from cluster.slurm.states import classify
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 SUBMIT_TIMEOUT_S = 60.0
 QUERY_TIMEOUT_S = 20.0
+HASTY_TIMEOUT_S = 5.0
 RETRY_PAUSES_S = (1.0, 3.0)
 """Pauses before a query is repeated, each times 0.5 to 1.5."""
 SNAPSHOTS_PER_SINFO = 4
@@ -62,8 +65,14 @@ class SlurmScheduler:
         run: Run = run_slurm,
         sleep: Callable[[float], None] = time.sleep,
         jitter: Callable[[], float] = random.random,
+        patient: bool = True,
     ) -> None:
-        """`env` is added to this process's scrubbed environment, for example {"SLURM_CONF": ...}."""
+        """`env` is added to this process's scrubbed environment, for example {"SLURM_CONF": ...}.
+
+        `patient` False is for a person who waits: each query has a short timeout and is not repeated.
+        """
+        self._query_timeout_s = QUERY_TIMEOUT_S if patient else HASTY_TIMEOUT_S
+        self._retry_pauses_s = RETRY_PAUSES_S if patient else ()
         self._site, self._run, self._sleep, self._jitter = site, run, sleep, jitter
         self._client_env = client_env(os.environ, env or {})
         self._query_env = query_env(os.environ, env or {})
@@ -121,6 +130,17 @@ class SlurmScheduler:
         serious = [line for line in complaints if not any(words in line for words in HARMLESS_FOR_SCANCEL)]
         if answer.returncode != 0 and (serious or not complaints):
             raise _failed(argv, answer)
+
+    def expected_starts(self, job_ids: tuple[str, ...]) -> dict[str, float]:
+        """When pending jobs are expected to start, as the backfill scheduler last planned it; others are missing."""
+        if not job_ids:
+            return {}
+        try:
+            text = self._query("squeue", "--noheader", "--start", f"--jobs={','.join(job_ids)}", f"--format={START_FORMAT}")
+        except SchedulerError as error:
+            log.debug("starts are not known: %s", error)
+            return {}
+        return parse_starts(text)
 
     # ---- queries
 
@@ -189,12 +209,12 @@ class SlurmScheduler:
 
     def _ask(self, argv: tuple[str, ...]) -> Answer:
         """Runs a command that may be repeated, again while the controller is away."""
-        answer = self._run(argv, env=self._query_env, timeout_s=QUERY_TIMEOUT_S)
-        for pause_s in RETRY_PAUSES_S:
+        answer = self._run(argv, env=self._query_env, timeout_s=self._query_timeout_s)
+        for pause_s in self._retry_pauses_s:
             if answer.returncode == 0 or not answer.transient:
                 break
             self._sleep(pause_s * (0.5 + self._jitter()))
-            answer = self._run(argv, env=self._query_env, timeout_s=QUERY_TIMEOUT_S)
+            answer = self._run(argv, env=self._query_env, timeout_s=self._query_timeout_s)
         return answer
 
 
@@ -204,22 +224,22 @@ def _failed(argv: tuple[str, ...], answer: Answer) -> SchedulerError:
     return SchedulerError(f"`{shown}` failed with {answer.returncode}: {answer.words}", transient=answer.transient)
 
 
-def slurm_for(profile: ClusterProfile, *, run: Run = run_slurm) -> SlurmScheduler:
+def slurm_for(profile: ClusterProfile, *, run: Run = run_slurm, patient: bool = True) -> SlurmScheduler:
     """The scheduler of a profile of kind slurm. Raises SchedulerError if its commands or its devslurm are not there."""
     if shutil.which("sbatch") is None:
         raise SchedulerError(f"cluster {profile.name} needs Slurm, but there is no `sbatch` in PATH; {NO_SLURM_HINT}")
     if profile.slurm.devslurm is None:
-        return SlurmScheduler(profile.slurm, run=run)
+        return SlurmScheduler(profile.slurm, run=run, patient=patient)
     env = {"SLURM_CONF": str(Path(profile.slurm.devslurm).expanduser() / "slurm.conf")}
-    _check_devslurm(profile.slurm.devslurm, env, run)
-    return SlurmScheduler(profile.slurm, env=env, run=run)
+    _check_devslurm(profile.slurm.devslurm, env, run, QUERY_TIMEOUT_S if patient else HASTY_TIMEOUT_S)
+    return SlurmScheduler(profile.slurm, env=env, run=run, patient=patient)
 
 
-def _check_devslurm(folder: str, env: dict[str, str], run: Run) -> None:
+def _check_devslurm(folder: str, env: dict[str, str], run: Run, timeout_s: float) -> None:
     fix = "start it with `miles devslurm up`"
     if not Path(env["SLURM_CONF"]).is_file():
         raise SchedulerError(f"the devslurm in {folder} is not up: there is no {env['SLURM_CONF']}; {fix}")
-    answer = run(("scontrol", "ping"), env=query_env(os.environ, env), timeout_s=QUERY_TIMEOUT_S)
+    answer = run(("scontrol", "ping"), env=query_env(os.environ, env), timeout_s=timeout_s)
     if answer.returncode != 0:
         raise SchedulerError(f"the devslurm in {folder} is not up: {_first_line(answer)}; {fix}")
 

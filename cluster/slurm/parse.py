@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import chain
 
 SQUEUE_FORMAT = "%i|%T|%N|%r|%k"
 """Id, state, nodes, reason, comment. The comment is last: those of other people's jobs may hold anything."""
 EXIT_CODE_FORMAT = "JobID:24|,exit_code:12|"
+START_FORMAT = "%i|%S"
+"""Id and, with --start, the expected time of start: `2026-11-30T16:08:38` in the client's zone, or `N/A`."""
 SINFO_NODES_FORMAT = "%N|%T"
 """%N is the node's name; %n would be its hostname, the same for all nodes of one machine."""
 
@@ -77,6 +80,18 @@ def _exit_code(text: str) -> int | None:
     else:
         return None
     return 128 + signal if signal else code
+
+
+def parse_starts(text: str) -> dict[str, float]:
+    """Expected starts in Unix seconds by job id, from squeue in START_FORMAT; `N/A` gives none."""
+    starts = {}
+    for line in text.splitlines():
+        job_id, _, when = line.strip().partition("|")
+        try:
+            starts[job_id] = datetime.strptime(when, "%Y-%m-%dT%H:%M:%S").astimezone().timestamp()
+        except (ValueError, OSError):
+            continue
+    return starts
 
 
 def parse_job_id(text: str) -> str | None:

@@ -105,6 +105,8 @@ class FakeSlurm:
         """squeue lists a new job only after this long."""
         self.signal_exit_code = 75
         """A role that gets USR2 leaves with this."""
+        self.expected: dict[str, str] = {}
+        """Planned starts by job id, as squeue prints them."""
         self.deaf: set[str] = set()
         """Ids of jobs whose roles do not hear it."""
 
@@ -213,14 +215,23 @@ class FakeSlurm:
         return Answer(0, f"{job.job_id}\n") if fault is None else _submit_fault(fault, timeout_s)
 
     def _squeue(self, argv: Sequence[str]) -> Answer:
-        options = _options(argv, {"noheader", "states", "user", "format", "jobs", "Format"})
-        assert options["noheader"] == "" and options["states"] == "all"
+        options = _options(argv, {"noheader", "states", "user", "format", "jobs", "Format", "start"})
+        assert options["noheader"] == ""
+        if "start" in options:
+            return self._starts(options)
+        assert options["states"] == "all"
         if "jobs" in options:
             return self._exit_codes(options)
         assert options["user"] == str(os.getuid())
         visible = [job for job in self.jobs if self.clock() >= job.submitted_s + self.visible_after_s]
         lines = [_fill(options["format"], job) for job in visible]
         return Answer(0, "".join(f"{line}\n" for line in lines))
+
+    def _starts(self, options: dict[str, str]) -> Answer:
+        """As for pending jobs only; the backfill scheduler has planned those of `expected`."""
+        assert options["format"] == "%i|%S"
+        wanted = [job for job in self.jobs if job.job_id in options["jobs"].split(",") and job.state == "PENDING"]
+        return Answer(0, "".join(f"{job.job_id}|{self.expected.get(job.job_id, 'N/A')}\n" for job in wanted))
 
     def _exit_codes(self, options: dict[str, str]) -> Answer:
         assert options["Format"] == "JobID:24|,exit_code:12|"

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -390,3 +391,35 @@ def test_a_devslurm_that_is_up_is_where_jobs_go(harness: Harness, tmp_path: Path
     spec: JobSpec = harness.spec()
     assert scheduler.submit(spec) == "1" and scheduler.snapshot("run").ok
     assert set(seen) == {str(tmp_path / "dev" / "slurm.conf")} and len(seen) == 4
+
+
+# --- for a person who waits ------------------------------------------------------------------------------------------
+
+
+def test_expected_starts_of_what_the_scheduler_planned_and_none_where_it_does_not_answer(
+    harness: Harness, fake: FakeSlurm, clock: ManualClock
+) -> None:
+    fake.queue_s = 1e9
+    scheduler = scheduler_on(fake, clock)
+    planned, unplanned = (scheduler.submit(harness.spec(writer)) for writer in ("rollout-0", "rollout-1"))
+    fake.expected[planned] = "2026-11-30T16:08:38"
+    starts = scheduler.expected_starts((planned, unplanned))
+    assert list(starts) == [planned]
+    assert datetime.fromtimestamp(starts[planned]).isoformat() == "2026-11-30T16:08:38", (
+        "in this machine's zone, as squeue says"
+    )
+    queries = len(fake.commands)
+    assert scheduler.expected_starts(()) == {} and len(fake.commands) == queries
+    fake.controller_up = False
+    assert scheduler.expected_starts((planned,)) == {}
+
+
+def test_a_person_waits_for_one_short_query(fake: FakeSlurm, clock: ManualClock) -> None:
+    timeouts: list[float] = []
+
+    def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, stdin: str = "") -> Answer:
+        timeouts.append(timeout_s)
+        return Answer(None, "", f"no answer in {timeout_s:.0f} s")
+
+    hasty = SlurmScheduler(SlurmSite(), run=run, sleep=clock.sleep, patient=False)
+    assert not hasty.snapshot("run").ok and timeouts == [5.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.slurm.parse import expand_hostlist, parse_exit_codes, parse_job_id, parse_nodes, parse_squeue
+from cluster.slurm.parse import expand_hostlist, parse_exit_codes, parse_job_id, parse_nodes, parse_squeue, parse_starts
 
 SQUEUE = """\
 3|COMPLETED|n1|None|(null)
@@ -88,3 +88,15 @@ def test_nodes_are_counted_once_and_the_unknown_are_usable() -> None:
 )
 def test_hostlists(text: str, names: tuple[str, ...]) -> None:
     assert expand_hostlist(text) == names
+
+
+@pytest.mark.parametrize(
+    "line", ["", "7|N/A", "7", "7|", "slurm_load_jobs error: Invalid job id specified", "7|1969-13-01T00:00:00"]
+)
+def test_no_start_is_guessed(line: str) -> None:
+    assert parse_starts(line) == {}
+
+
+def test_starts_are_of_this_zone() -> None:
+    starts = parse_starts("7|2026-11-30T16:08:38\n8|N/A\n12_3|2026-11-30T16:08:39\n")
+    assert list(starts) == ["7", "12_3"] and starts["12_3"] - starts["7"] == 1
