@@ -10,7 +10,7 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,13 +162,13 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _fields(name: str, first: Mapping[str, Any], second: Mapping[str, Any], note: str = "") -> Group:
-    """A group of fields by name; a field that one side lacks is a difference."""
+    """A group of fields by name, with `note` if all are equal; a field that one side lacks is a difference."""
     differences = tuple(
         Difference(key, shown(key, first.get(key, ABSENT)), shown(key, second.get(key, ABSENT)))
         for key in dict.fromkeys([*first, *second])
         if first.get(key, ABSENT) != second.get(key, ABSENT)
     )
-    return Group(name, "differs" if differences else "equal", differences, note)
+    return Group(name, "differs", differences) if differences else Group(name, "equal", note=note)
 
 
 def shown(name: str, value: Any) -> str:
@@ -187,7 +187,7 @@ def _code(one: Side, two: Side) -> Group:
         note = "a code snapshot is gone, so which files differ is UNKNOWN"
         digests = Difference("digest", one.run.code_digest, two.run.code_digest)
         return Group("code", "equal") if digests_equal else Group("code", "differs", (digests,), note)
-    return _fields("code", files[0], files[1], note=" | ".join(map(_commit, (one, two))))
+    return replace(_fields("code", files[0], files[1]), note=" | ".join(map(_commit, (one, two))))
 
 
 def _commit(side: Side) -> str:
