@@ -18,7 +18,7 @@ from miles_core.recipe import LearnerSpec
 from miles_core.routers import Experts, find_routers
 from miles_core.trajectories.schema import Trajectory
 from tests.unit.test_expert_record import own_choices
-from tests.unit.test_trainer import make_batch
+from tests.unit.test_trainer import finish, make_batch, start
 from tests.unit.tiny_models import save_tiny_model, tiny_model
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
@@ -299,3 +299,38 @@ def test_deepspeed_replays_through_all_its_stages(folder: Path, stage: int) -> N
     loss.backward()
     total = torch.cat([tensor.grad.flatten() for tensor in weights.values() if tensor.grad is not None]).norm()
     assert metrics["grad_norm"] == pytest.approx(float(total), rel=1e-4)
+
+
+def uneven_batch() -> tuple[list[Trajectory], Any]:
+    """Seven rows with signal in the second minibatch: of two ranks, one fills up."""
+    rows, advantages = recorded_batch(mixture(seed=1))
+    advantages[-1] = 0
+    return rows, advantages
+
+
+RANKS_SPEC = LearnerSpec(lr=1e-3, minibatches=2, microbatch=3)
+RANKS_CODE = """
+from tests.unit.test_routing import *
+store = torch.distributed.FileStore(sys.argv[2] + "/store", 2)
+torch.distributed.init_process_group("gloo", store=store, rank=int(sys.argv[3]), world_size=2)
+os.environ["LOCAL_RANK"] = sys.argv[3]
+for stage in (1, 3):
+    trainer = Trainer(Path(sys.argv[1]), RANKS_SPEC.model_copy(update={"zero_stage": stage}), "float32")
+    metrics = trainer.train(*uneven_batch(), 1)
+    torch.save((metrics, trainer.state_tensors()), f"{sys.argv[2]}/{stage}-{sys.argv[3]}")
+"""
+
+
+def test_two_ranks_replay_as_one(folder: Path, tmp_path: Path) -> None:
+    alone = Trainer(folder, RANKS_SPEC, "float32")
+    expected = alone.train(*uneven_batch(), 1)
+    assert expected["routing_changed_frac"] > 0.5 and "k3_no_replay" in expected
+    ranks = [start(RANKS_CODE, folder, tmp_path, Path(rank)) for rank in ("0", "1")]
+    for process in ranks:
+        finish(process)
+    for stage in (1, 3):
+        (metrics, weights), (same, _) = (torch.load(tmp_path / f"{stage}-{rank}") for rank in (0, 1))
+        assert metrics == same == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert metrics["routing_changed_frac"] == expected["routing_changed_frac"]
+        for name, tensor in alone.state_tensors().items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
