@@ -20,8 +20,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from flows.completion import complete_cluster, complete_plan, complete_recipe, complete_run
 from flows.output import print_json, print_text, reader_may_leave
-from flows.places import find_run
+from flows.places import find_run, runs_folder
 from miles_core.errors import MilesError
 
 WATCH_S = 5.0
@@ -69,9 +70,20 @@ app = typer.Typer(
 devslurm_app = typer.Typer(help="A throw-away real Slurm cluster on this machine, as a plain user.", no_args_is_help=True)
 app.add_typer(devslurm_app, name="devslurm")
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name in configs/recipes, or a YAML file.")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id below the runs folder, or the path of a run directory.")]
-ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME", help="A name in configs/clusters, or a YAML file.")]
+RECIPE_HELP = "A name in configs/recipes, or a YAML file."
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=complete_recipe)]
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run id below the runs folder, or the path of a run directory.", autocompletion=complete_run
+    ),
+]
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        "--cluster", metavar="NAME", help="A name in configs/clusters, or a YAML file.", autocompletion=complete_cluster
+    ),
+]
 Settings = Annotated[list[str], typer.Option("--set", metavar="a.b=c", help="Change one recipe value; may be repeated.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")]
 TakeOver = Annotated[bool, typer.Option("--takeover", help="Take the run from a supervisor that still renews its lease.")]
@@ -122,7 +134,10 @@ def run(
 @app.command()
 def resume(
     run: RunName,
-    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="A corrected profile of the run's cluster.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A corrected profile of the run's cluster.", autocompletion=complete_cluster),
+    ] = None,
     takeover: TakeOver = False,
     as_json: AsJson = False,
 ) -> None:
@@ -201,19 +216,23 @@ def verify(run: RunName, as_json: AsJson = False) -> None:
     check_trusted(root)
     result = verify_run(root)
     if as_json:
-        print(json.dumps(result.as_json(), indent=2))
+        print_json(result.as_json())
     else:
-        print(result.as_text())
+        print_text(result.as_text())
     if result.faults:
         raise VerifyFailed(f"{root}: {len(result.faults)} faults")
 
 
 @app.command()
-def report(run: RunName) -> None:
+def report(run: RunName, as_json: AsJson = False) -> None:
     """Builds the report page of a run, live or finished: one file that opens without a network."""
     from flows.report import build_report
 
-    print(build_report(find_run(run)))
+    path = build_report(find_run(run))
+    if as_json:
+        print_json({"report": str(path)})
+    else:
+        print_text(str(path))
 
 
 @app.command()
@@ -247,21 +266,46 @@ def compare(
 
 
 @app.command()
-def jobs(recipe: RecipeName, cluster: ClusterName = "local", settings: Settings = []) -> None:  # noqa: B006
+def jobs(
+    recipe: RecipeName,
+    cluster: ClusterName = "local",
+    settings: Settings = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
     """Prints the exact job scripts of a recipe on a cluster; submits nothing."""
     from cluster.profile import load_cluster
-    from flows.display import print_scripts
+    from flows.display import job_scripts
     from miles_core.recipe import load_recipe
 
-    print_scripts(load_recipe(recipe, tuple(settings)), load_cluster(cluster))
+    scripts = job_scripts(load_recipe(recipe, tuple(settings)), load_cluster(cluster))
+    if as_json:
+        print_json([{"writer": writer, "script": script} for writer, script in scripts.items()])
+    else:
+        print_text("\n".join(f"# ---- {writer}\n{script.rstrip()}\n" for writer, script in scripts.items()))
 
 
 @app.command()
-def runs() -> None:
-    """Lists the runs below the runs folder."""
-    from flows.display import print_runs
+def runs(as_json: AsJson = False) -> None:
+    """Lists the runs below the runs folder (./runs, or MILES_RUNS)."""
+    from flows.listing import print_runs
 
-    print_runs(Path(os.environ.get("MILES_RUNS", "runs")))
+    print_runs(runs_folder(), as_json=as_json)
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help=RECIPE_HELP, autocompletion=complete_recipe, show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lists the recipes there are; of one recipe it prints every value, with the defaults filled in."""
+    from flows.listing import print_recipe, print_recipes
+
+    if name is None:
+        print_recipes(as_json=as_json)
+    else:
+        print_recipe(name, as_json=as_json)
 
 
 @app.command()
@@ -282,7 +326,10 @@ def doctor(cluster: ClusterName = "local", as_json: AsJson = False) -> None:
 @app.command()
 def drill(
     recipe: RecipeName,
-    plan: Annotated[str, typer.Option("--plan", metavar="PLAN", help="A name in configs/drills, or a YAML file.")],
+    plan: Annotated[
+        str,
+        typer.Option("--plan", metavar="PLAN", help="A name in configs/drills, or a YAML file.", autocompletion=complete_plan),
+    ],
     cluster: ClusterName = "local",
     run_id: Annotated[str | None, typer.Option(help="Name of the run; one that exists is continued, with its plan.")] = None,
     settings: Settings = [],  # noqa: B006

@@ -22,12 +22,10 @@ from cluster.job_spec import make_job_spec
 from cluster.profile import ClusterProfile
 from cluster.schedulers import make_script
 from cluster.supervise import Progress
-from miles_core.errors import MilesError
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe
 from miles_core.records import Incident
-from miles_core.run import RunConfig, all_writers, read_run
-from miles_core.tracking.ledger import read_ledger
+from miles_core.run import RunConfig, all_writers
 
 _LINE_EVERY_S = 5.0
 _STALL_S = 20.0
@@ -158,28 +156,11 @@ def _show(value: float | int | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def print_scripts(recipe: Recipe, profile: ClusterProfile) -> None:
-    """`miles jobs`: the exact text for every role."""
+def job_scripts(recipe: Recipe, profile: ClusterProfile) -> dict[str, str]:
+    """`miles jobs`: the exact text for every role, by writer. Raises RecipeError."""
     paths = RunPaths(Path(profile.runs_root).expanduser().resolve() / "RUN_ID")
     run = RunConfig(
         run_id="RUN_ID", recipe=recipe, timing=profile.timing, cluster={}, code_digest="", base_model_digest="", created_s=0.0
     )
     script = make_script(profile, paths.root)
-    for writer in all_writers(recipe):
-        spec = make_job_spec(run, paths, profile, writer, 1)
-        print(f"# ---- {writer}\n{script(spec).rstrip()}\n")
-
-
-def print_runs(root: Path) -> None:
-    """`miles runs`."""
-    found = sorted(path.parent for path in root.glob("*/run.json")) if root.is_dir() else []
-    if not found:
-        print(f"no runs below {root.resolve()}")
-    for folder in found:
-        try:
-            run, paths = read_run(folder)
-            ledger = read_ledger(run, paths)
-        except (MilesError, OSError) as error:
-            print(f"{folder.name:40} UNREADABLE {str(error).partition(chr(10))[0]}")
-            continue
-        print(f"{run.run_id:40} {ledger.state:10} step {max(ledger.steps.newest_step, 0)}/{run.recipe.steps}")
+    return {writer: script(make_job_spec(run, paths, profile, writer, 1)) for writer in all_writers(recipe)}

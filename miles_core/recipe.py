@@ -6,7 +6,7 @@ the fix. A field exists only if something reads it.
 
 from __future__ import annotations
 
-import json
+import copy
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,7 +31,7 @@ class ModelSpec(Closed):
     path: str | None = None
     """Folder in Hugging Face layout, or a hub id. Exclusive with `bootstrap`."""
     bootstrap: str | None = None
-    """Name of a warm-up in miles_core/bootstrap.py that makes the base model; cached by content."""
+    """Name of a warm-up in miles_core/bootstrap that makes the base model; cached by content."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the learner's forward pass and of the published weights."""
 
@@ -377,7 +377,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
         raise RecipeError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # A ValueError is a file that is not text, or 2026-13-45: YAML takes it for a date.
         raise RecipeError(f"{path} is not YAML: {error}") from error
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected a mapping of keys at the top, got {type(data).__name__}")
@@ -386,11 +387,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def find_config(name: str, folder: str) -> Path:
     """A YAML file by path, or by name below configs/<folder>. Raises RecipeError with the names there are."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") or (path.exists() and path.is_file()):
-        return path
-    found = CONFIGS / folder / f"{name}.yaml"
-    if not found.exists():
+    path, found = Path(name), CONFIGS / folder / f"{name}.yaml"
+    try:
+        if path.suffix in (".yaml", ".yml") or path.is_file():
+            return path
+        is_there = found.exists()
+    except (OSError, ValueError) as error:
+        # A name that is too long, holds a zero byte, or lies in a folder that may not be entered.
+        raise RecipeError(f"{folder[:-1]} {name!r} cannot be looked for: {error}") from error
+    if not is_there:
         there = sorted(p.stem for p in (CONFIGS / folder).glob("*.yaml"))
         raise RecipeError(f"no {folder[:-1]} named {name!r}: give a YAML file or one of {', '.join(there)}")
     return found
@@ -398,7 +403,7 @@ def find_config(name: str, folder: str) -> Path:
 
 def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
     """Applies `a.b=value` settings (value in YAML) to a nested mapping and returns the new mapping."""
-    result: dict[str, Any] = json.loads(json.dumps(data))
+    result = copy.deepcopy(data)
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key:
@@ -411,7 +416,7 @@ def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[st
                 raise RecipeError(f"--set {text!r}: {part!r} is not a section")
         try:
             parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise RecipeError(f"--set {text!r}: the value is not YAML: {error}") from error
         target[last] = _number(parsed)
     return result
