@@ -13,9 +13,13 @@ from miles_core.paths import RunPaths
 from miles_core.records import split_writer
 from miles_core.run import RunConfig, all_writers, rollout_writers
 
-ROLE_ENV = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore::SyntaxWarning", "PYTHONDONTWRITEBYTECODE": ""}
-"""Libraries' progress bars and warnings about their own source say nothing in a log; compiled modules are kept, else every role
-compiles torch anew at its start."""
+ROLE_ENV = {
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore::SyntaxWarning,ignore::FutureWarning:torch.distributed.c10d_logger",
+    "PYTHONDONTWRITEBYTECODE": "",
+}
+"""Libraries' progress bars and warnings about their own source or calls say nothing in a log; compiled modules are kept, else
+every role compiles torch anew at its start."""
 _TAIL_BYTES = 64 << 10
 
 
