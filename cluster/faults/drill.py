@@ -177,9 +177,14 @@ class Drill:
 
     def _losses(self, injection: Injection, course: _Course) -> float | None:
         """Seconds until the loss of the last victim was recorded; None before."""
-        found = [self._watch.incident_s("role_lost", writer, course.fired_s) for writer in injection.victims]
-        known = [when for when in found if when is not None]
-        return round(max(known) - course.fired_s, 2) if len(known) == len(found) else None
+        found = [self._since("role_lost", writer, course) for writer in injection.victims]
+        known = [seconds for seconds in found if seconds is not None]
+        return max(known) if len(known) == len(found) else None
+
+    def _since(self, what: str, writer: str, course: _Course) -> float | None:
+        """Seconds until the supervisor recorded such an incident; None before."""
+        when = self._watch.incident_s(what, writer, course.fired_s)
+        return None if when is None else round(when - course.fired_s, 2)
 
     def _follow_hold(self, injection: Injection, course: _Course, attempts: dict[str, int]) -> None:
         """Until the run goes on behind something that ends nobody but, perhaps, the supervisor."""
@@ -195,6 +200,8 @@ class Drill:
             course.noticed_s = course.seconds()
         if self._until(self._has_moved_since(self._watch.step())):
             course.productive_s = course.seconds()
+        if injection.incident:
+            course.noticed_s = self._since(injection.incident, "", course)
 
     def _hold(self, injection: Injection, course: _Course) -> None:
         time.sleep(max(injection.hold_s - course.seconds(), 0.0))

@@ -19,7 +19,8 @@ class FaultRecord(Closed):
     fired: bool
     """It took effect: what it was meant to end has ended, what it was meant to stop stood still."""
     noticed_s: float | None = None
-    """Until the supervisor recorded the loss; of a supervisor, until the next one had the run. None: nobody was lost."""
+    """Until the supervisor recorded the loss, or the full disk; of a supervisor, until the next one had the run. None: nothing
+    of the kind is recorded."""
     productive_s: float | None = None
     """Until the lost role's successor had done work; where nobody was lost, until a step was trained after it was over."""
     lost_samples: int = 0

@@ -68,6 +68,8 @@ class Injection:
     hold_s: float = 0.0
     ends_supervisor: bool = False
     """Another one has to take the run."""
+    incident: str = ""
+    """What the supervisor records when it notices, if it is not the loss of a victim."""
     settle_s: float = 0.0
     """So long after it nobody may have been replaced."""
 
@@ -88,7 +90,7 @@ def _why_not(fault: Fault, plan: Plan, profile: ClusterProfile, paths: RunPaths)
         if size_mib > plan.disk_max_mib:
             return (
                 f"the filesystem of {there} has {size_mib} MiB and the plan's disk_max_mib is {plan.disk_max_mib}; fill only "
-                f"one that was made for it (mount -t tmpfs -o size=256m ...)"
+                f"one that was made for it (mount -t tmpfs -o size=512m ...)"
             )
     if fault.role == "prefect" and not _prefect_processes():
         return "PREFECT_API_URL names no server of yours on this machine"
@@ -210,7 +212,7 @@ class Site:
 
         return Injection(
             f"the filesystem of {self._paths.root} for {self._plan.away_s:g} s", lambda: _fill_up(filler), took=is_full,
-            heal=lambda: filler.unlink(missing_ok=True), heal_when="held", hold_s=self._plan.away_s,
+            heal=lambda: filler.unlink(missing_ok=True), heal_when="held", hold_s=self._plan.away_s, incident="disk_low",
         )  # fmt: skip
 
     def _take_prefect(self) -> Injection:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from cluster.slurm.devslurm import DevSlurm
 from miles_core.run import read_run
 from miles_core.store.fs import FileSystem
 from miles_core.store.lease import LeaseFolder
 from tests.e2e.prefect_server import PREFECT, background, parameters, prefect_server
-from tests.e2e.runs import REPOSITORY, ledger_of, miles, summary_of, wait_for, wait_for_step
+from tests.e2e.runs import ledger_of, miles, summary_of, wait_for, wait_for_step
+from tests.slurm.site import cluster_file
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(900)]
 
@@ -28,15 +27,6 @@ def prefect_env(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield env
 
 
-def cluster_file(folder: Path, devslurm: DevSlurm, slurm_folder: Path) -> Path:
-    profile: dict[str, Any] = yaml.safe_load((REPOSITORY / "configs/clusters/devslurm.yaml").read_text())
-    profile["runs_root"] = str(folder / "runs")
-    profile["slurm"]["devslurm"] = str(slurm_folder)
-    path = folder / "cluster.yaml"
-    path.write_text(yaml.safe_dump(profile))
-    return path
-
-
 def node_of(root: Path, writer: str) -> str:
     """Where the newest attempt of a role runs, from its lease (a virtual node has its own host name)."""
     run, paths = read_run(root)
@@ -46,7 +36,7 @@ def node_of(root: Path, writer: str) -> str:
 
 
 def test_a_node_dies_and_only_its_replica_is_replaced(tmp_path: Path, devslurm: DevSlurm, prefect_env: dict[str, str]) -> None:
-    cluster = cluster_file(tmp_path, devslurm, Path(devslurm.status()["folder"]))
+    cluster = cluster_file(tmp_path, devslurm)
     settings = [
         f"steps={STEPS}", "evaluation.problems=32", "orchestrator.prompts=8", "orchestrator.samples=4",
         "rollout.pools=[{name: main, replicas: 2, slots: 16}]",

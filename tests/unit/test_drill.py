@@ -15,12 +15,12 @@ import pytest
 from cluster.faults.drill import Drill
 from cluster.faults.host import HostedSupervisor
 from cluster.faults.plan import Plan, load_plan
-from cluster.faults.processes import listeners, role_processes, signal_pid
+from cluster.faults.processes import is_stopped, listeners, role_processes, signal_pid
 from cluster.faults.record import FaultRecord, read_drill, write_drill
-from cluster.faults.site import check_plan
+from cluster.faults.site import Site, check_plan
 from cluster.faults.watch import Watch
 from cluster.profile import ClusterProfile
-from miles_core.errors import RecipeError
+from miles_core.errors import RecipeError, SchedulerError
 from miles_core.paths import RunPaths
 from miles_core.records import GradeOrder, Order, sample_id
 from miles_core.run import read_run
@@ -209,6 +209,56 @@ def test_only_roles_of_this_run_are_signalled(tmp_path: Path) -> None:
         assert signal_pid(one.paths, process, signal.SIGKILL)
         wait_for(lambda: not role_pids(one.paths))
         assert role_pids(other.paths) == [stranger]
+
+
+class Bystander:
+    """A host that only remembers its signals."""
+
+    def __init__(self) -> None:
+        self.signals: list[signal.Signals] = []
+
+    def start(self) -> None:
+        raise AssertionError("nobody killed it")
+
+    def send(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+    def has_ended(self) -> bool:
+        return False
+
+
+def test_local_roles_are_stalled_hung_and_killed_by_their_leases(tmp_path: Path) -> None:
+    host = Bystander()
+    with SleepingRun(tmp_path, "one") as one:
+        for writer in ("learner-0", "rollout-0"):
+            one.start_job(writer)
+        pids = {writer: wait_for(lambda writer=writer: pid_of(one.paths, writer)) for writer in ("learner-0", "rollout-0")}
+        leases = LeaseFolder(FileSystem(), one.paths.leases, one.run.run_id)
+        for writer, pid in pids.items():
+            leases.acquire(writer, 1, "token", pid=pid)
+        site = Site(one.run, one.paths, one.profile, load_plan("first"), host)
+        stall = site.injection("all", "stall", 0)
+        assert not stall.took() and not stall.victims and stall.hold_s == 2 * one.run.timing.lease_s
+        stall.fire()
+        assert wait_for(stall.took) and host.signals == [signal.SIGSTOP]
+        stall.heal()
+        stall.heal()
+        wait_for(lambda: not any(is_stopped(pid) for pid in pids.values()))
+        hang = site.injection("learner", "hang", 0)
+        hang.fire()
+        wait_for(lambda: is_stopped(pids["learner-0"]))
+        assert hang.victims == ("learner-0",) and not is_stopped(pids["rollout-0"])
+        site.injection("rollout", "kill", 5).fire()
+        wait_for(lambda: pid_of(one.paths, "rollout-0") is None)
+        site.injection("learner", "cancel", 0).fire()
+        with pytest.raises(SchedulerError, match="no job of role grader runs now"):
+            site.injection("grader", "kill", 0)
+
+
+def pid_of(paths: RunPaths, writer: str) -> int | None:
+    """Of a role itself."""
+    role = f"miles_core.roles.{writer.partition('-')[0]}".encode()
+    return next((pid for pid in role_pids(paths) if role in cmdline(pid)), None)
 
 
 def role_pids(paths: RunPaths) -> list[int]:
