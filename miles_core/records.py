@@ -237,6 +237,12 @@ class Returned(Closed):
     samples: tuple[int, ...]
 
 
+class Leaving(Closed):
+    """This attempt takes nothing more: its slice ends, or it was told to leave (I10)."""
+
+    kind: Literal["leaving"] = "leaving"
+
+
 class GradeEntry(Closed):
     """A grader's answer for one trajectory; `grade` None = no grade, with the reason."""
 
@@ -421,7 +427,7 @@ class Done(Closed):
 
 Record = Annotated[
     Cuts | GroupIssued | Order | GradeOrder | GradesChosen | WriterCut | Drop | Batch | RunEnded | Stop
-    | ShardSealed | Returned | Graded
+    | ShardSealed | Returned | Leaving | Graded
     | StepDone | Published | CheckpointSaved | EvaluationPoint
     | Intent | Submitted | JobEnded | Incident | Deletion | Drained | RunClosed,
     Field(discriminator="kind"),

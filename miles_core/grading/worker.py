@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 from miles_core.errors import DeadlineExceeded, DigestMismatch, MilesError
 from miles_core.grading.base import Grade, Verifier
-from miles_core.records import Graded, GradeEntry, GradeOrder, TrajectoryRef
+from miles_core.records import Graded, GradeEntry, GradeOrder, Leaving, TrajectoryRef
 from miles_core.runtime.context import RoleContext
 from miles_core.runtime.crash import crash_point
 from miles_core.runtime.receiver import Inbox, OrphanWatch, Patience
@@ -133,6 +133,7 @@ class GraderWorker:
             return False
         if self._drain_until is None:
             self._drain_until = self._clock() + self._context.recipe.grader.deadline_s + self._shard_wait_s
+            self._journal.append(Leaving())
             self._writes.attempt(self._journal.flush)
         return not self._parts or self._clock() >= self._drain_until
 

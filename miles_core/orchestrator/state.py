@@ -29,6 +29,7 @@ from miles_core.records import (
     GradeRef,
     GradesChosen,
     GroupIssued,
+    Leaving,
     Order,
     Returned,
     RunEnded,
@@ -162,7 +163,8 @@ class State:
             WriterCut: self._cut, Drop: self._drop, Batch: self._batch, RunEnded: self._end_run,
         }  # fmt: skip
         self._fold: dict[type, Callable[[Receiver, Any], None]] = {
-            ShardSealed: self._list_shard, Returned: self._take_back, Graded: self._take_answers,
+            ShardSealed: self._list_shard, Returned: self._take_back, Leaving: self._note_leaving,
+            Graded: self._take_answers,
         }  # fmt: skip
 
     # --- input -------------------------------------------------------------------------------------------------------
@@ -333,6 +335,9 @@ class State:
         if sample.grade is None and not pending and key not in self.answered:
             self.ungraded[key] = None
         self._note_complete(group)
+
+    def _note_leaving(self, receiver: Receiver, record: Leaving) -> None:
+        self.leaving.add(receiver)
 
     def _take_back(self, receiver: Receiver, record: Returned) -> None:
         self.leaving.add(receiver)

@@ -2,9 +2,10 @@
 
 Invariants: only samples of orders for this attempt are made, each once per order (I6); a version samples only after its
 bytes and its probe were checked (I11) and is exchanged between decode steps; a shard is announced after it is on disk.
-A replica that is asked to leave takes nothing new, returns what it never started (I10) and finishes the rest within
-episode_deadline_s; one that is told to stop gives up what runs. Failure: while the filesystem refuses, sampling pauses and
-what is finished stays in memory; a version that cannot be loaded within a deadline ends the replica with an error naming it.
+A replica that is asked to leave says so in its journal, returns what it never started (I10), also what was on its way, and
+finishes the rest within episode_deadline_s; one that is told to stop gives up what runs. Failure: while the filesystem
+refuses, sampling pauses and what is finished stays in memory; a version that cannot be loaded within a deadline ends the
+replica with an error naming it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from miles_core.policy.lineage import StepLog
 from miles_core.policy.local_copy import PolicyCopy
 from miles_core.policy.manifest import PolicyManifest
 from miles_core.policy.reader import check_probe
-from miles_core.records import Order, Published, Returned, Version, sample_id
+from miles_core.records import Leaving, Order, Published, Returned, Version, sample_id
 from miles_core.rollout.engine import Engine
 from miles_core.rollout.sampler import SampleRequest
 from miles_core.rollout.session import empty_columns
@@ -38,6 +39,8 @@ from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import ShardWriter
 
 REPORT_S = 1.0
+STAY_S = 5.0
+"""One that leaves stays at least 2 x visibility_s, but not longer than this, for orders that were on their way."""
 
 log = logging.getLogger("miles")
 ReadVersion = Callable[[Published], tuple[dict[str, Any], PolicyManifest]]
@@ -177,6 +180,7 @@ class RolloutWorker:
         self._running: dict[str, SampleRequest] = {}
         self._queued: set[str] = set()
         self._drain_until: float | None = None
+        self._stays_until = 0.0
         self._next_poll = self._next_report = context.clock()
         self._announced = 0
         self._sampled_tokens = 0
@@ -209,9 +213,12 @@ class RolloutWorker:
             return False
         if self._drain_until is None:
             self._drain_until = self._clock() + self._context.recipe.environment.episode_deadline_s
+            self._stays_until = self._clock() + min(2 * self._context.timing.visibility_s, STAY_S)
+            self._journal.append(Leaving())
             self._return_unstarted()
             self._writes.attempt(self._journal.flush)
-        return not self._running or self._feed.version is None or self._clock() >= self._drain_until
+        is_idle = not self._running and self._clock() >= self._stays_until
+        return is_idle or self._feed.version is None or self._clock() >= self._drain_until
 
     # --- in ----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import pytest
 
 from miles_core.errors import DeadlineExceeded, LeaseLost
 from miles_core.grading.worker import MOST_STUCK, DeadlineCalls, GraderWorker
-from miles_core.records import Graded, GradeEntry, GradeOrder, Stop, TrajectoryRef
+from miles_core.records import Graded, GradeEntry, GradeOrder, Leaving, Stop, TrajectoryRef
 from miles_core.store.fs import FileSystem
 from miles_core.trajectories.schema import Trajectory, Turn, VersionRun
 from miles_core.trajectories.shards import ShardWriter, encode_shard
@@ -279,6 +279,7 @@ def test_leaving_answers_what_is_in_hand(world: World) -> None:
     grader.context.leave.set()
     grader.worker.run()
     assert grader.grades() == {"g1.o1/0": 0.5, "g1.o1/1": 0.5} and world.done() is None
+    assert sum(isinstance(record, Leaving) for record in world.records()) == 1
 
 
 def test_leaving_takes_nothing_new_and_does_not_wait_for_a_shard_for_ever(world: World) -> None:

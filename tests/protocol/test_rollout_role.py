@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from miles_core.errors import DeadlineExceeded, DigestMismatch, LeaseLost
 from miles_core.policy.manifest import PolicyManifest, Probe
-from miles_core.records import Order, Published, Returned, ShardSealed, Stop, Version
+from miles_core.records import Leaving, Order, Published, Returned, ShardSealed, Stop, Version
 from miles_core.rollout.sampler import SampleRequest
-from miles_core.rollout.worker import RolloutWorker
+from miles_core.rollout.worker import STAY_S, RolloutWorker
 from miles_core.tracking.metrics import read_metrics
 from miles_core.trajectories.schema import Trajectory, Turn, VersionRun
 from miles_core.trajectories.shards import read_shard
@@ -370,6 +370,30 @@ def test_leaving_returns_the_unstarted_and_finishes_the_rest(world: World) -> No
     assert replica.listed() == ["g1.o1/0", "g1.o1/1"]
     assert replica.returned() == {"w1.o1": (2, 3), "w2.o1": (0, 1), "w3.o1": (0, 1)}
     assert world.done() is None and replica.context.state == "leaving"
+
+
+@pytest.mark.parametrize(("visibility_s", "stays_s"), [(0.5, 1.0), (60.0, STAY_S)])
+def test_one_that_leaves_says_so_at_once_and_gives_back_what_was_on_its_way(
+    tmp_path: Path, visibility_s: float, stays_s: float
+) -> None:
+    """Nothing runs: gone at once, it would be given work until somebody cuts it."""
+    slow = {"visibility_s": visibility_s, "lease_s": max(TIMING.lease_s, 3 * visibility_s)}
+    world = World(tmp_path, "rollout-0", timing=TIMING.model_copy(update=slow))
+    replica = replica_with_version(world)
+    replica.idle(1.0)
+    replica.context.leave.set()
+    asked, orders = world.clock.now, [world.order(1)]
+
+    def sleep(seconds: float) -> None:
+        world.clock.sleep(seconds)
+        if orders and world.clock.now >= asked + 0.5:
+            assert isinstance(world.records(replica.context.attempt)[-1], Leaving)
+            world.send(orders.pop())
+
+    replica.context.sleep = sleep
+    replica.run()
+    assert replica.returned() == {"w1.o1": (0, 1)} and not replica.listed()
+    assert world.clock.now - asked == pytest.approx(stays_s, abs=0.3)
 
 
 def test_leaving_ends_at_the_drain_deadline(world: World) -> None:

@@ -14,6 +14,7 @@ from miles_core.records import (
     GradeOrder,
     GradesChosen,
     GroupIssued,
+    Leaving,
     Order,
     RunEnded,
     ShardSealed,
@@ -70,6 +71,19 @@ def test_without_a_replica_nothing_is_issued() -> None:
     table.rollouts = []
     table.decide()
     assert table.own == []
+
+
+def test_one_that_says_it_leaves_gets_no_more_work_and_keeps_what_it_has() -> None:
+    table = first_round()
+    load = table.state.load(R0)
+    table.say(R0, Leaving())
+    assert table.state.load(R0) == load > 0 and not table.state.lost
+    settle(table)
+    table.train()
+    settle(table)
+    later = of(table, Order)[6:]
+    assert later and {order.receiver for order in later} == {"rollout-1"}
+    assert table.cut(R0) not in table.state.leaving and R0 not in table.state.leaving
 
 
 def test_a_batch_is_the_first_ready_groups_in_issue_order() -> None:
