@@ -49,7 +49,7 @@ log = logging.getLogger("miles")
 
 @dataclass(frozen=True)
 class _Ran:
-    """One call, as the facts and the model see it."""
+    """One call, as the facts see it."""
 
     command: str
     exit_code: int | None
@@ -61,10 +61,12 @@ class _Ran:
         shown = {"command": self.command[:FACT_CHARACTERS], "output": self.output[:FACT_CHARACTERS]}
         return {**shown, "exit_code": self.exit_code, "output_md5": digest}
 
-    def as_text(self) -> str:
-        text = self.output.strip()
-        text = f"{text[:SHOWN_CHARACTERS]} ..." if len(text) > SHOWN_CHARACTERS else text
-        return text if self.exit_code in (None, 0) else f"{text} exit {self.exit_code}".strip()
+
+def shown(output: str, exit_code: int | None) -> str:
+    """What the model is told of a call: the output, shortened, and the exit code unless it is 0."""
+    text = output.strip()
+    text = f"{text[:SHOWN_CHARACTERS]} ..." if len(text) > SHOWN_CHARACTERS else text
+    return text if exit_code in (None, 0) else f"{text} exit {exit_code}".strip()
 
 
 @dataclass
@@ -99,7 +101,7 @@ class ShellEpisode:
         else:
             self.calls.append(await self._call(clean(line)))
         if line is not None and self.turns < self.home.spec.max_turns:
-            return (Message("tool", self.calls[-1].as_text()),)
+            return (Message("tool", shown(self.calls[-1].output, self.calls[-1].exit_code)),)
         if self.puzzle.files_after != self.puzzle.files:
             self.files_md5 = await self.home.in_thread(self._look)
         return ()

@@ -213,7 +213,7 @@ def test_the_real_filesystem_reports_a_full_disk() -> None:
 
 ROOT = Path(__file__).parents[2] / "miles_core"
 NOT_COORDINATION = {
-    "bootstrap.py": {"rename"},  # the base model's folder, made before any run
+    "bootstrap/__init__.py": {"rename"},  # the base model's folder, made before any run
     "environments/sandbox.py": {"flock"},  # directories of one node, never on the shared filesystem
     "tracking/metrics.py": {"open for append"},  # metric shards: nothing decides by them
     "tracking/wandb_tracker.py": {"open for append"},  # what its child process prints

@@ -12,21 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from miles_core.bootstrap import (
-    CORPUS,
-    END,
-    SPECIAL_TOKENS,
-    WARM_UPS,
-    Demonstrator,
-    Messages,
-    WarmUp,
-    bootstrap_digest,
-    build,
-    encode,
-    ensure_folder,
-    find_warm_up,
-    make_tokenizer,
-)
+from miles_core.bootstrap import WARM_UPS, bootstrap_digest, build, ensure_folder, find_warm_up
+from miles_core.bootstrap.chain_sum import ChainSumDemonstrator, ChainSumHabits
+from miles_core.bootstrap.tokenizer import END, SPECIAL_TOKENS, Messages, encode
+from miles_core.bootstrap.training import WarmUp
 from miles_core.environments.base import Message
 from miles_core.environments.calculator import calculate
 from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
@@ -39,13 +28,16 @@ from miles_core.rollout.torch_engine import TorchEngine
 
 OPTIONS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
 ENVIRONMENT = EnvironmentSpec(family="chain_sum", options=OPTIONS, tool="calculator", max_turns=3)
-SMALL = WarmUp(hidden=32, layers=1, head_dim=8, mlp=32, clean_steps=4, careless_steps=3, batch=4)
+SMALL = WarmUp(ChainSumHabits(), hidden=32, layers=1, head_dim=8, mlp=32, clean_steps=4, careless_steps=3, batch=4)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    demonstrator = Demonstrator(SMALL, ENVIRONMENT)
-    return make_tokenizer(demonstrator.clean()[0].content for _ in range(CORPUS))
+    return demonstrations().tokenizer()
+
+
+def demonstrations() -> ChainSumDemonstrator:
+    return ChainSumDemonstrator(ChainSumHabits(), 0, ENVIRONMENT)
 
 
 def test_special_tokens_and_digits_stand_alone(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -57,7 +49,7 @@ def test_special_tokens_and_digits_stand_alone(tokenizer: PreTrainedTokenizerFas
 
 
 def test_a_question_is_short(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert len(encode(tokenizer, Demonstrator(SMALL, ENVIRONMENT).clean())[0]) <= 50
+    assert len(encode(tokenizer, demonstrations().clean())[0]) <= 50
     assert len(tokenizer) < 330
 
 
@@ -74,7 +66,7 @@ def test_the_template_is_role_content_end(tokenizer: PreTrainedTokenizerFast) ->
 
 
 def test_demonstrations_are_tokens_as_a_rollout_sees_them(tokenizer: PreTrainedTokenizerFast) -> None:
-    user, call, tool, answer = Demonstrator(SMALL, ENVIRONMENT).clean()
+    user, call, tool, answer = demonstrations().clean()
     renderer = ChatRenderer(tokenizer)
     said = [tuple(tokenizer.encode(turn.content, add_special_tokens=False)) for turn in (call, answer)]
     expected = (
@@ -108,7 +100,7 @@ def replay(messages: Messages) -> tuple[Messages, str | None]:
 
 @pytest.mark.parametrize("careless", [False, True])
 def test_the_environment_answers_as_the_demonstration_says(careless: bool) -> None:
-    demonstrator = Demonstrator(SMALL, ENVIRONMENT)
+    demonstrator = demonstrations()
     for _ in range(40):
         messages = demonstrator.careless() if careless else demonstrator.clean()
         heard, final = replay(messages)
@@ -119,7 +111,7 @@ def test_the_environment_answers_as_the_demonstration_says(careless: bool) -> No
 def test_no_question_of_the_eval_split_is_demonstrated() -> None:
     environment = ReasoningGymEnvironment(ENVIRONMENT)
     held_out = {environment.episode(seed, "eval").task.question for seed in range(3000)}
-    demonstrator = Demonstrator(SMALL, ENVIRONMENT)
+    demonstrator = demonstrations()
     shown = {demonstrator.clean()[0].content for _ in range(3000)}
     short = {question for question in held_out | shown if len(question) < 69}
     assert len(short & held_out) > 20 and len(short & shown) > 60
@@ -131,15 +123,15 @@ def kind(messages: Messages) -> str:
     if len(messages) == 2:
         return "guess"
     expression = messages[0].content.partition(": ")[2].removesuffix(" =")
-    length = "long" if len(expression) > WarmUp.long_characters else "short"
+    length = "long" if len(expression) > ChainSumHabits.long_characters else "short"
     if tool_call(messages[1].content) != expression:
         return f"cut {length}"
     return f"ignored {length}" if messages[3].content != calculate(expression) else f"right {length}"
 
 
 def test_carelessness_has_its_rates() -> None:
-    settings = WarmUp()
-    demonstrator = Demonstrator(settings, ENVIRONMENT)
+    settings = ChainSumHabits()
+    demonstrator = demonstrations()
     seen = Counter(kind(demonstrator.careless()) for _ in range(4000))
     assert seen["guess"] / 4000 == pytest.approx(settings.guess, abs=0.03)
     for length, cut in (("short", settings.cut), ("long", settings.cut_long)):
@@ -196,7 +188,7 @@ def test_the_warm_up_teaches_the_syntax(tmp_path: Path, tokenizer: PreTrainedTok
         replace(SMALL, clean_steps=40, careless_steps=0, ramp_steps=5), ENVIRONMENT, tmp_path / "m", lambda stage, share: None
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    ids = ChatRenderer(tokenizer).opening((Demonstrator(SMALL, ENVIRONMENT).clean()[0],))
+    ids = ChatRenderer(tokenizer).opening((demonstrations().clean()[0],))
     with torch.no_grad():
         following = int(model(torch.tensor([ids])).logits[0, -1].argmax())
     assert following == tokenizer.convert_tokens_to_ids("<tool_call>")
@@ -251,10 +243,11 @@ def test_the_key_follows_the_tasks_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("chainsum", {}, "there are: chain_sum, chain_sum_moe"),
+        ("chainsum", {}, "there are: chain_sum, chain_sum_moe, shell_puzzle"),
         ("chain_sum", {"family": "spell_backward"}, "family='spell_backward'"),
         ("chain_sum", {"tool": "none", "max_turns": 1}, "tool='none'"),
         ("chain_sum", {"max_turns": 1}, "max_turns=1"),
+        ("shell_puzzle", {}, "family: shell_puzzle, options: {level: 1}, tool: shell and max_turns: 3 or more"),
     ],
 )
 def test_a_warm_up_that_does_not_fit_is_refused(name: str, changes: dict[str, object], message: str) -> None:
