@@ -1,9 +1,9 @@
 """The `miles` command.
 
-Exit codes: 0 well; 1 unexpected; 2 wrong recipe, profile or run directory; 3 another supervisor holds the run; 4 verify found
-faults; 5 a role cannot be replaced; 6 the run needs a rollback; 7 the scheduler refused; 8 a wait ended; 9 damaged files;
-10 the run was cancelled; 11 a rank of a job was lost; 12 a drill failed; 13 the run was drained; 130 left on Ctrl-C (the jobs
-go on); 141 nobody reads the output any more.
+Exit codes: 0 well; 1 unexpected, or doctor found something bad; 2 wrong recipe, profile or run directory; 3 another supervisor
+holds the run; 4 verify found faults; 5 a role cannot be replaced; 6 the run needs a rollback; 7 the scheduler refused; 8 a wait
+ended; 9 damaged files; 10 the run was cancelled; 11 a rank of a job was lost; 12 a drill failed; 13 the run was drained; 130
+left on Ctrl-C (the jobs go on); 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -309,16 +309,23 @@ def recipes(
 
 
 @app.command()
-def doctor(cluster: ClusterName = "local", as_json: AsJson = False) -> None:
-    """Checks that this machine can run the system, and says what to change."""
+def doctor(
+    cluster: ClusterName = "local",
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Also start one small job on two nodes, to measure between them.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Checks that this machine and this cluster can run the system, and says what to change (exit code 1: something is bad)."""
     from cluster.profile import load_cluster
-    from flows.doctor import examine, print_findings
+    from flows.doctor import examine
+    from flows.findings import findings_text
 
-    findings = examine(load_cluster(cluster))
+    findings = examine(load_cluster(cluster), nodes=nodes)
     if as_json:
-        print(json.dumps([finding.as_json() for finding in findings], indent=2))
+        print_json([finding.as_json() for finding in findings])
     else:
-        print_findings(findings)
+        print_text(findings_text(findings))
     if any(finding.verdict == "bad" for finding in findings):
         raise typer.Exit(1)
 

@@ -125,8 +125,8 @@ def test_doctor_on_a_site_that_is_not_there_says_what_to_change(
     found = {finding["name"]: finding for finding in json.loads(shown.out)}
     assert shown.code == 1
     bad = {name for name, finding in found.items() if finding["verdict"] == "bad"}
-    assert {"runs folder", "base model cache", "slurm"} <= bad
-    assert all(found[name]["fix"] or "Slurm" in found[name]["seen"] for name in bad)
+    assert {"runs folder", "base model cache", "slurm commands", "slurmctld"} <= bad
+    assert all(found[name]["fix"] for name in bad)
 
 
 # --- runs and their state --------------------------------------------------------------------------------------------
