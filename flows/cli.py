@@ -363,18 +363,29 @@ def _devslurm(folder: Path, **settings: Any) -> Any:
 
 
 @devslurm_app.command("up")
-def devslurm_up(folder: Folder = DEVSLURM_FOLDER, nodes: Annotated[int, typer.Option(min=1, max=64)] = 7) -> None:
+def devslurm_up(
+    folder: Folder = DEVSLURM_FOLDER,
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Virtual nodes of a new cluster.")] = 7,
+    as_json: AsJson = False,
+) -> None:
     """Starts it (7 virtual nodes by default); one that runs is left as it is."""
     cluster = _devslurm(folder, num_nodes=nodes)
     cluster.up()
-    print(f"Slurm is up with {nodes} nodes. To use it by hand: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
+    if as_json:
+        print_json(cluster.status())
+    else:
+        print_text(f"Slurm is up with {nodes} nodes. To use it by hand: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
 
 
 @devslurm_app.command("down")
-def devslurm_down(folder: Folder = DEVSLURM_FOLDER) -> None:
+def devslurm_down(folder: Folder = DEVSLURM_FOLDER, as_json: AsJson = False) -> None:
     """Stops it and everything that runs in it."""
-    _devslurm(folder).down()
-    print("Slurm is down")
+    cluster = _devslurm(folder)
+    cluster.down()
+    if as_json:
+        print_json(cluster.status())
+    else:
+        print_text("Slurm is down")
 
 
 @devslurm_app.command("status")
@@ -382,10 +393,9 @@ def devslurm_status(folder: Folder = DEVSLURM_FOLDER, as_json: AsJson = False) -
     """Says whether it runs, and its nodes."""
     state = _devslurm(folder).status()
     if as_json:
-        print(json.dumps(state, indent=2))
-        return
-    for key, value in state.items():
-        print(f"{key}: {value}")
+        print_json(state)
+    else:
+        print_text("\n".join(f"{key}: {value}" for key, value in state.items()))
 
 
 if __name__ == "__main__":

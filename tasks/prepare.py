@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from cluster.epoch import read_cluster
+from cluster.epoch import check_same_cluster
 from cluster.profile import ClusterProfile
 from miles_core.errors import RecipeError, RunDirectoryError
 from miles_core.paths import RunPaths, check_trusted
@@ -160,14 +160,7 @@ def _check_same(paths: RunPaths, recipe: Recipe, profile: ClusterProfile) -> Non
             f"{paths.root} was started with another recipe (different: {', '.join(changed)}). Take another --run-id, or the "
             f"recipe in {paths.run_file}"
         )
-    there = read_cluster(run)
-    if (there.kind, there.name, there.slurm.devslurm) != (profile.kind, profile.name, profile.slurm.devslurm):
-        raise RunDirectoryError(
-            f"{paths.root} was started on cluster {there.name} ({there.kind}), not on {profile.name} ({profile.kind}): its "
-            f"jobs are there. Continue it with --cluster {there.name}, or take another --run-id"
-        )
-    if run.timing != profile.timing:
-        log.warning("%s keeps the times it was made with (%r): roles that live know those", paths.root, run.timing)
+    check_same_cluster(run, paths.root, profile)
 
 
 def source_files() -> list[Path]:
