@@ -351,7 +351,9 @@ class Supervisor:
         # What costs no retry is not always nobody's fault: a node that kills everything at once must not be fed at each tick.
         record.waits_until_s = now + _BACKOFF_S[min(max(record.failures, record.losses - 1), len(_BACKOFF_S) - 1)]
         if jobs and _is_suspect(jobs[-1]):
-            self._exclusions.add(jobs[-1].nodes, now)
+            down = tuple(node for node in jobs[-1].nodes if node in self.evidence.snapshot.down_nodes)
+            # Of a job of several nodes the one that died, not its healthy neighbours.
+            self._exclusions.add(down or jobs[-1].nodes, now)
         if jobs and jobs[-1].cause is Cause.INFRASTRUCTURE:
             # Slurm may hold a job whose launch failed for an administrator: it shall not start behind its successor.
             self._cancel(CancelJobs((jobs[-1].job_id,), "lost"))

@@ -231,6 +231,16 @@ def test_a_lost_worker_is_buried_before_its_successor_and_its_node_is_avoided(si
     assert len(site.records("job_ended")) == 1 and len(site.incidents("node_down")) == 1
 
 
+def test_of_a_job_on_two_nodes_only_the_one_that_died_is_avoided(tmp_path: Path) -> None:
+    nodes = tuple(f"n{number}" for number in range(1, 10))
+    site = Site(tmp_path, nodes=nodes, resources={"learner": {"nodes": 2}})
+    site.start_all()
+    _, dead = site.jobs("learner-0")[0].nodes
+    site.fake.fail_node(dead)
+    site.run_until(site.supervisor(), lambda: ("learner-0", 2) in site.running())
+    assert site.jobs("learner-0")[-1].flags["exclude"] == dead
+
+
 def test_the_exclusion_of_an_intent_survives_a_failed_submission(site: Site) -> None:
     site.start_all()
     node = site.jobs("rollout-0")[0].nodes[0]
