@@ -110,12 +110,19 @@ def read_cluster(run: RunConfig) -> ClusterProfile:
 
 
 def check_same_cluster(run: RunConfig, root: Path, profile: ClusterProfile) -> None:
-    """Partitions, limits and flags may be corrected, the cluster may not: its jobs are there. Raises RunDirectoryError."""
+    """Partitions, limits and flags may be corrected; not the cluster, whose jobs they are, nor the number of the learner's
+    ranks, over which its checkpoints are parted. Raises RunDirectoryError."""
     there = read_cluster(run)
     if (there.kind, there.name, there.slurm.devslurm) != (profile.kind, profile.name, profile.slurm.devslurm):
         raise RunDirectoryError(
             f"{root} was started on cluster {there.name} ({there.kind}), not on {profile.name} ({profile.kind}): its "
             f"jobs are there. Continue it with --cluster {there.name}, or take another --run-id"
+        )
+    before, now = (each.resources_for("learner").ranks for each in (there, profile))
+    if before != now:
+        raise RunDirectoryError(
+            f"{root} was started with {before} ranks of the learner, not {now}: its checkpoints are parted by rank. Set nodes "
+            f"and tasks of resources.learner back (their product counts), or take another --run-id"
         )
     if run.timing != profile.timing:
         log.warning("%s keeps the times it was made with (%r): roles that live know those", root, run.timing)

@@ -80,6 +80,13 @@ def test_a_run_id_has_one_cluster(tmp_path: Path, model: Path) -> None:
             ensure_run(recipe(), other, "one", model)
 
 
+def test_a_run_id_has_one_number_of_ranks(tmp_path: Path, model: Path) -> None:
+    ensure_run(recipe(), profile(tmp_path, resources={"learner": {"tasks": 2}}), "one", model)
+    ensure_run(recipe(), profile(tmp_path, resources={"learner": {"tasks": 2, "cpus": 4}}), "one", model)
+    with pytest.raises(RunDirectoryError, match=r"started with 2 ranks of the learner, not 1: .*nodes and tasks"):
+        ensure_run(recipe(), profile(tmp_path), "one", model)
+
+
 def test_a_run_of_another_version_is_said(tmp_path: Path, model: Path) -> None:
     paths = ensure_run(recipe(), profile(tmp_path), "one", model)
     paths.run_file.write_text(paths.run_file.read_text().replace('"drain_s"', '"patience_s"'))
