@@ -1,7 +1,7 @@
 # make run                    install, then train the quickstart recipe on this machine
 # make run CLUSTER=devslurm   the same on a throw-away real Slurm cluster
 # make test                   install what the tests need, then all tests
-RECIPE  ?= chain_sum
+RECIPE  ?= shell_puzzle
 CLUSTER ?= local
 PYTHON  ?= $(shell command -v python3.11 || command -v python3)
 VENV    := .venv

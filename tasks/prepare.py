@@ -21,6 +21,7 @@ import xxhash
 
 from cluster.epoch import check_same_cluster
 from cluster.profile import ClusterProfile
+from miles_core.environments.registry import check_environment
 from miles_core.errors import RecipeError, RunDirectoryError
 from miles_core.paths import RunPaths, check_trusted
 from miles_core.recipe import EnvironmentSpec, Recipe
@@ -64,7 +65,8 @@ def run_root(profile: ClusterProfile, run_id: str) -> Path:
 
 
 def ensure_base_model(recipe: Recipe) -> Path:
-    """The base model's folder: made by its warm-up (cached by content), or given. Raises RecipeError."""
+    """The base model's folder: made by its warm-up (cached by content), or given. Raises RecipeError, for tasks too."""
+    check_environment(recipe.environment)
     if recipe.model.bootstrap is not None:
         return _made(recipe.model.bootstrap, recipe.environment)
     folder = Path(str(recipe.model.path)).expanduser()

@@ -46,7 +46,7 @@ def start_miles(folder: Path, *argv: str, **extra: str) -> subprocess.Popen[str]
 
 
 def short_run_arguments(run_id: str, *settings: str, cluster: str = "local") -> list[str]:
-    """`run` of the quickstart recipe, a few steps long."""
+    """`run` of the chain_sum recipe, a few steps long."""
     argv = ["run", "chain_sum", "--cluster", cluster, "--run-id", run_id]
     for setting in (*SHORT, *settings):
         argv += ["--set", setting]

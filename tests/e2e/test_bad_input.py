@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(900)]
         (("run", "chain_sum", "--set", "steps=0"), 2, ("steps", "0")),
         (("run", "chain_sum", "--set", "steps"), 2, ("key.path=value",)),
         (("run", "chain_sum", "--set", "environment.family=nope"), 2, ("nope",)),
+        (("run", "shell_puzzle", "--set", "environment.options={level: 7}"), 2, ("levels 1, 2, 3 and 4",)),
         (("run", "chain_sum", "--set", "orchestrator.capacity_batches=9"), 2, ("capacity_batches", "max_staleness")),
         (("run", "chain_sum", "--set", "model.bootstrap=null", "--set", "model.path=/no/such/model"), 2, ("/no/such/model",)),
         (("run", "chain_sum", "--cluster", "nowhere"), 2, ("'nowhere'", "local")),

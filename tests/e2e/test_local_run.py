@@ -1,4 +1,4 @@
-"""The quickstart recipe, shortened, on local processes: whole runs, and what a supervisor or a learner that dies costs."""
+"""The chain_sum recipe, shortened, on local processes: whole runs, and what a supervisor or a learner that dies costs."""
 
 from __future__ import annotations
 
