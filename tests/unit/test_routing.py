@@ -12,11 +12,16 @@ import torch
 
 from miles_core.errors import MilesError
 from miles_core.learner.batching import Microbatch, microbatches
+from miles_core.learner.corrections import mismatch_metrics
 from miles_core.learner.routing import COLD, changed_metric, load_metrics
 from miles_core.learner.trainer import UNREPLAYED_EVERY, Policy, Trainer
 from miles_core.recipe import LearnerSpec
+from miles_core.records import Version
+from miles_core.rollout.engine import Request
+from miles_core.rollout.torch_engine import TorchEngine
 from miles_core.routers import Experts, find_routers
 from miles_core.trajectories.schema import Trajectory
+from tests.unit.test_batching import trajectory
 from tests.unit.test_expert_record import own_choices
 from tests.unit.test_trainer import finish, make_batch, start
 from tests.unit.tiny_models import save_tiny_model, tiny_model
@@ -160,6 +165,35 @@ def test_other_weights_take_the_recorded_experts_and_their_gradient_flows_throug
         assert gradient is not None and parameter.grad is not None
         torch.testing.assert_close(parameter.grad.double(), gradient, rtol=0, atol=2e-5 * float(gradient.norm()))
     assert all(parameter.grad.norm() > 0 for name, parameter in model.named_parameters() if "gate.weight" in name)
+
+
+def sampled_in_bfloat16(count: int) -> list[Trajectory]:
+    """Rows of one turn from a bfloat16 engine, with its logprobs and its record."""
+    engine = TorchEngine(
+        mixture().bfloat16(), end_id=-1, slots=count, max_tokens=96, version=Version(0, 0), record_experts=True
+    )  # fmt: skip
+    rng, asked = np.random.default_rng(0), {}
+    for number in range(count):
+        key = str(number)
+        asked[key] = tuple(rng.integers(7, 300, rng.integers(1, 20)).tolist())
+        engine.add(Request(key, asked[key], 48, 1.0, seed=number))
+    rows = []
+    while engine.running:
+        for turn in engine.step():
+            before = asked[turn.session_key]
+            row = trajectory([0] * len(before) + [1] * len(turn.tokens))
+            logprobs = np.concatenate([np.zeros(len(before), np.float32), turn.logprobs])
+            tokens = np.array([*before, *turn.tokens], dtype=np.int32)
+            rows.append(replace(row, tokens=tokens, logprobs=logprobs, experts=turn.experts))
+    return rows
+
+
+def test_replay_removes_the_tail_between_a_bfloat16_rollout_and_a_float32_learner() -> None:
+    batch, policy = only_batch(sampled_in_bfloat16(64)), Policy(mixture())
+    replayed = mismatch_metrics(run(policy, batch), batch.rollout_logprobs)
+    assert policy.routing is not None and 0.001 < policy.routing.changed[0] / policy.routing.changed[1] < 0.1
+    own = mismatch_metrics(run(policy, batch.without_record()), batch.rollout_logprobs)
+    assert own["k3"] > 5 * replayed["k3"] and own["logprob_gap_max"] > 5 * replayed["logprob_gap_max"]
 
 
 def test_what_replay_changes_is_counted_at_recorded_positions_alone() -> None:
