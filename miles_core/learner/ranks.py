@@ -49,7 +49,8 @@ ANSWER_S = 1800.0
 """A command's answers come within this time of rank 0's own part; collectives have the same deadline."""
 BLAME_S = 2.0
 """A collective that fails because a sibling died waits this long for the connections to say which one."""
-HELLO_S = 5.0
+HELLO_S, WELCOME_S = 5.0, 60.0
+"""A stranger holds the door for HELLO_S at most; siblings behind it wait longer."""
 ACCEPT_S = 0.2
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 10_000
@@ -224,8 +225,8 @@ class Lead:
     def _accept(self, listener: socket.socket, meeting: Meeting) -> None:
         try:
             connection, address = listener.accept()
-        except TimeoutError:
-            return
+        except OSError:
+            return  # Nobody came, or was gone again.
         line = Line(connection)
         line.set_timeout(HELLO_S)
         hello = line.receive() or {}
@@ -258,7 +259,7 @@ class Lead:
             self._is_closing = True
         why = f"{member.name} {how}"
         log.error("%s; the ranks of an attempt end together", why)
-        for other in self._members.values():
+        for other in list(self._members.values()):
             other.line.send(do="lost", why=why)
         self._end(RankLost.exit_code)
 
@@ -303,9 +304,10 @@ class Lead:
         broken = {"do": "lost", "why": f"rank 0 left in the middle of {self._pending!r}"}
         for member in self._members.values():
             member.line.send(**(broken if self._pending else {"do": "leave"}))
+        until = time.monotonic() + BLAME_S
         for member in self._members.values():
             if member.watcher is not None:
-                member.watcher.join(timeout=BLAME_S)
+                member.watcher.join(timeout=max(0.0, until - time.monotonic()))
             member.line.close()
 
 
@@ -409,6 +411,7 @@ class Sibling:
         for host in (*near, *meeting.hosts):
             try:
                 line = Line(socket.create_connection((host, meeting.port), timeout=HELLO_S))
+                line.set_timeout(WELCOME_S)
             except OSError as error:
                 troubles.append(f"{host} port {meeting.port}: {error}")
                 continue
