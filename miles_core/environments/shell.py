@@ -44,6 +44,8 @@ INSTRUCTIONS = (
 """From level 2 on, for models that no warm-up has taught the format."""
 
 T = TypeVar("T")
+Key = tuple[str, tuple[str, ...], str]
+"""What decides a result: the puzzle, the changes so far, the command."""
 log = logging.getLogger("miles")
 
 
@@ -107,17 +109,13 @@ class ShellEpisode:
         return ()
 
     async def _call(self, line: str) -> _Ran:
-        changes = edits(line, self.puzzle.level)
-        if not changes and not reads(line, self.puzzle.level):
-            return _Ran(line, None, REFUSED)
-        key = (self.puzzle.digest, self._changes, line)
-        known = None if changes else self.home.remembered(key)
-        ran = await self.home.in_thread(lambda: self._run(line)) if known is None else known
-        if changes:
+        if edits(line, self.puzzle.level):
+            ran = await self.home.in_thread(lambda: self._run(line))
             self._changes = (*self._changes, line)
-        else:
-            self.home.remember(key, ran)
-        return ran
+            return ran
+        if not reads(line, self.puzzle.level):
+            return _Ran(line, None, REFUSED)
+        return await self.home.once((self.puzzle.digest, self._changes, line), lambda: self._run(line))
 
     def _run(self, line: str) -> _Ran:
         result: Result = self._box().run(line, self.home.spec.tool_deadline_s / 2)
@@ -169,7 +167,8 @@ class ShellPuzzleEnvironment:
     def __init__(self, spec: EnvironmentSpec, owner: str = "nobody") -> None:
         self.spec, self.owner = spec, owner
         self._source = PuzzleSource(spec.options)
-        self._memory: OrderedDict[tuple[str, tuple[str, ...], str], _Ran] = OrderedDict()
+        self._memory: OrderedDict[Key, _Ran] = OrderedDict()
+        self._running: dict[Key, asyncio.Event] = {}
         width = max(4, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(width, "shell")
         # Apart from the others: an end must not wait behind commands.
@@ -189,12 +188,24 @@ class ShellPuzzleEnvironment:
         except SandboxBroken as error:
             raise EpisodeFailed(str(error), kind="infrastructure") from error
 
-    def remembered(self, key: tuple[str, tuple[str, ...], str]) -> _Ran | None:
-        """The result of a command that only reads, if it ran before."""
-        return self._memory.get(key)
+    async def once(self, key: Key, run: Callable[[], _Ran]) -> _Ran:
+        """The result of a command that only reads: the samples of a group ask for it at about the same time, one runs it.
 
-    def remember(self, key: tuple[str, tuple[str, ...], str], ran: _Ran) -> None:
-        """Keeps a result; the oldest goes when there are too many."""
+        If that one fails or is given up, the next one runs it. Raises EpisodeFailed.
+        """
+        while True:
+            if key in self._memory:
+                return self._memory[key]
+            if key not in self._running:
+                break
+            await self._running[key].wait()
+        ended = self._running[key] = asyncio.Event()
+        try:
+            ran = await self.in_thread(run)
+        finally:
+            del self._running[key]
+            ended.set()
         self._memory[key] = ran
         if len(self._memory) > REMEMBERED:
             self._memory.popitem(last=False)
+        return ran

@@ -184,6 +184,36 @@ def test_what_reads_is_run_once_a_puzzle_and_never_after_a_change(monkeypatch: p
     assert boxes() == []
 
 
+def test_of_many_that_ask_at_once_one_runs_it_and_the_next_if_that_one_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    begun, real = threading.Event(), Sandbox.run
+
+    def slow(self: Sandbox, line: str, due: float) -> Result:
+        ran.append(str(self.path))
+        begun.set()
+        return real(self, f"sleep 0.3; {line}", due)
+
+    monkeypatch.setattr(Sandbox, "run", slow)
+    environment = environment_of(1)
+
+    async def run(gives_up: bool) -> list[Any]:
+        begun.clear()
+        episodes = [environment.episode(5 + gives_up, "train") for _ in range(5)]
+        asked = [asyncio.create_task(episode.respond(call("ls"))) for episode in episodes]
+        await asyncio.to_thread(begun.wait, 30)
+        if gives_up:
+            asked[0].cancel()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*(episode.close() for episode in episodes))
+        return answers[1:]
+
+    answers = asyncio.run(run(False))
+    assert len(ran) == 1 and len(set(answers)) == 1 and len(answers[0][0].content.split()) == 3
+    answers = asyncio.run(run(True))
+    assert len(ran) == 3 and len(set(answers)) == 1 and len(answers[0][0].content.split()) == 3
+    assert boxes() == []
+
+
 def test_episodes_leave_no_directory_also_when_they_are_given_up() -> None:
     environment = environment_of(1)
 
