@@ -147,6 +147,24 @@ class OrchestratorSpec(Closed):
     """A trajectory that names a version not yet known waits this long, then it is rejected."""
 
 
+class RewardScalerSpec(Closed):
+    """Rewards scaled by the mean and spread of earlier grades (sources G5, grading/scaler.py)."""
+
+    short: int = Field(default=1000, ge=1)
+    """Grades in the short window, which has 0.7 of the say; at least two batches."""
+    long: int = Field(default=100_000, ge=1)
+    """Grades in the long window, which has 0.3 of it."""
+    gradient_weight: Literal["none", "damped", "boosted"] = "none"
+    """What multiplies a sample's pull towards the base model (`learner.kl_coef`): less for rewards far from the mean, or more
+    for high ones."""
+
+    @model_validator(mode="after")
+    def _windows_differ(self) -> Self:
+        if self.long <= self.short:
+            raise ValueError(f"learner.reward_scaler: long={self.long} must be over short={self.short}")
+        return self
+
+
 class LearnerSpec(Closed):
     """Objective and optimizer, on DeepSpeed. docs/objectives.md has the objectives' formulas."""
 
@@ -194,6 +212,11 @@ class LearnerSpec(Closed):
     """`correction: mis_*`: weights over this become 0. Default by kind (learner/presets.py)."""
     veto: float | None = Field(default=None, gt=0, lt=1)
     """A row with a token whose weight is under this counts for nothing; 1e-4 is usual. Default: off."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """beta of the k3 estimate of KL(policy || base model) in a token's loss. Over 0: every rank keeps the base model in memory
+    and asks it for the logprobs of every row, also of those without signal."""
+    reward_scaler: RewardScalerSpec | None = None
+    """Scales rewards before advantages are made of them; `{}` turns it on with its defaults. null: rewards as graded."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer updates per batch; groups are split evenly."""
     microbatch: int = Field(default=64, ge=1)
@@ -218,6 +241,11 @@ class LearnerSpec(Closed):
             raise ValueError(
                 f"learner.loss_divisor_tokens is the divisor of aggregation: constant, but aggregation is {self.aggregation}; "
                 f"remove one of the two"
+            )
+        if self.reward_scaler is not None and self.reward_scaler.gradient_weight != "none" and self.kl_coef == 0:
+            raise ValueError(
+                f"learner.reward_scaler.gradient_weight={self.reward_scaler.gradient_weight} multiplies the pull towards the "
+                f"base model, but kl_coef is 0; set kl_coef or gradient_weight: none"
             )
         if self.correction not in presets.MIS_BOUNDS and (self.mis_low, self.mis_high) != (None, None):
             raise ValueError(
@@ -322,6 +350,12 @@ class Recipe(Closed):
             raise ValueError(
                 f"learner.minibatches={self.learner.minibatches} is more than orchestrator.prompts="
                 f"{self.orchestrator.prompts}: every optimizer update needs at least one group"
+            )
+        grades = self.orchestrator.prompts * self.orchestrator.samples
+        if self.learner.reward_scaler is not None and self.learner.reward_scaler.short < 2 * grades:
+            raise ValueError(
+                f"learner.reward_scaler.short={self.learner.reward_scaler.short} is under two batches of {grades} grades: mean "
+                f"and spread would follow every batch; set it to at least {2 * grades}"
             )
         most = self.orchestrator.max_staleness + 1
         if self.orchestrator.capacity_batches > most:

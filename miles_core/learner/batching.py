@@ -41,6 +41,8 @@ class Microbatch:
     """[N] float32."""
     mask: torch.Tensor
     """[N] bool: tokens that enter the loss; all of them, but in a filler, which only keeps the ranks in step."""
+    kl_weights: torch.Tensor | None = None
+    """[N] float32: gradient weight of the token's row (losses.py); None: 1."""
     experts: torch.Tensor | None = None
     """[B * T, layers, k] int32: the experts that rollout recorded for each position, -1 at padding and in rows without a
     record. None: no row has one."""
@@ -75,17 +77,31 @@ def split_groups(trajectories: Sequence[Trajectory], parts: int) -> list[Indexes
 
 
 def with_signal(rows: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Indexes:
-    """The rows that move the weights: with a sampled token and an advantage that is not 0. All others have gradient 0."""
+    """The rows whose reward moves the weights: with a sampled token and an advantage that is not 0."""
     return [row for row in rows if advantages[row] != 0 and trajectories[row].num_sampled > 0]
 
 
+def in_live_groups(rows: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Indexes:
+    """The rows of groups in which any advantage is not 0."""
+    live = {trajectories[row].group_id for row in rows if advantages[row] != 0}
+    return [row for row in rows if trajectories[row].group_id in live]
+
+
 def microbatches(
-    rows: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating], size: int
+    rows: Indexes,
+    trajectories: Sequence[Trajectory],
+    advantages: npt.NDArray[np.floating],
+    size: int,
+    kl_weights: npt.NDArray[np.floating] | None = None,
 ) -> list[Microbatch]:
     """At most `size` rows each, longest first. Raises ValueError for a row that samples its first token."""
     order = sorted(rows, key=lambda row: (-context_length(trajectories[row]), row))
     chunks = [order[begin : begin + size] for begin in range(0, len(order), size)]
-    return [_microbatch([trajectories[row] for row in chunk], advantages[chunk]) for chunk in chunks]
+    weights = [None if kl_weights is None else kl_weights[chunk] for chunk in chunks]
+    return [
+        _microbatch([trajectories[row] for row in chunk], advantages[chunk], weight)
+        for chunk, weight in zip(chunks, weights, strict=True)
+    ]
 
 
 def context_length(trajectory: Trajectory) -> int:
@@ -94,7 +110,9 @@ def context_length(trajectory: Trajectory) -> int:
     return int(sampled[-1]) if sampled.size else 0
 
 
-def _microbatch(trajectories: list[Trajectory], advantages: npt.NDArray[np.floating]) -> Microbatch:
+def _microbatch(
+    trajectories: list[Trajectory], advantages: npt.NDArray[np.floating], kl_weights: npt.NDArray[np.floating] | None
+) -> Microbatch:
     sampled = [np.flatnonzero(trajectory.loss_mask) for trajectory in trajectories]
     for trajectory, positions in zip(trajectories, sampled, strict=True):
         if positions[0] == 0:
@@ -114,6 +132,7 @@ def _microbatch(trajectories: list[Trajectory], advantages: npt.NDArray[np.float
         advantages=torch.from_numpy(np.repeat(advantages, counts).astype(np.float32)),
         temperatures=torch.from_numpy(np.repeat([t.temperature for t in trajectories], counts).astype(np.float32)),
         mask=torch.ones(sum(counts), dtype=torch.bool),
+        kl_weights=None if kl_weights is None else torch.from_numpy(np.repeat(kl_weights, counts).astype(np.float32)),
         experts=_experts(trajectories, [int(positions[-1]) for positions in sampled], width),
     )
 

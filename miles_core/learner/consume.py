@@ -9,7 +9,7 @@ own rows is a protocol fault (MilesError); a filesystem that fails otherwise is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,8 +45,9 @@ class Rows:
 class BatchFeed:
     """Accepted batch records by step. Two of one step are a protocol fault."""
 
-    def __init__(self, context: RoleContext, *, after_step: int) -> None:
-        self._context = context
+    def __init__(self, context: RoleContext, *, after_step: int, note: Callable[[Batch], None] = lambda batch: None) -> None:
+        """`note` is told every accepted batch, also those up to `after_step`, which are not given out."""
+        self._context, self._note = context, note
         self._follower = context.follow(ORCHESTRATOR)
         self._after_step = after_step
         self._batches: dict[int, Batch] = {}
@@ -96,6 +97,7 @@ class BatchFeed:
                 f"two accepted batches of step {batch.step}: {other} and {batch.batch_id}; the orchestrator's lineage is "
                 f"broken, run `miles verify`"
             )
+        self._note(batch)
         if batch.step > self._after_step:
             self._batches[batch.step] = batch
 

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_core.errors import DigestMismatch, MilesError, NeedsRollback
+from miles_core.grading.scaler import BatchScaler
 from miles_core.learner.checkpoints import newest_valid, save_checkpoint
 from miles_core.learner.consume import BatchFeed, Rows, read_batch
 from miles_core.policy.lineage import Lineage
@@ -44,13 +45,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("miles")
 T = TypeVar("T")
+Rewards = npt.NDArray[np.float64]
 
 
 class Trainer(Protocol):
     """What the loop needs of miles_core.learner.ranked, which does it on all ranks."""
 
     def train(
-        self, trajectories: list[Trajectory], advantages: npt.NDArray[np.float32], step: int, staleness: int
+        self,
+        trajectories: list[Trajectory],
+        advantages: npt.NDArray[np.float32],
+        step: int,
+        staleness: int,
+        kl_weights: npt.NDArray[np.float64] | None,
     ) -> dict[str, float]: ...
 
     def logprobs(self, token_lists: list[list[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]: ...
@@ -78,6 +85,8 @@ class Learner:
         self._busy = BusyMeter(context.metrics)
         self._seconds: dict[str, float] = {}
         self._lineage = Lineage()
+        scaler = context.recipe.learner.reward_scaler
+        self._scaler = None if scaler is None else BatchScaler(scaler)
         self._publisher = Publisher(
             context.fs, context.paths, context.recipe.policy, run_id=context.run.run_id, learner_token=context.token
         )
@@ -119,7 +128,8 @@ class Learner:
             self._load_checkpoint()
         last = self._lineage.newest_step
         self._replay_until = last
-        self._feed = BatchFeed(self._context, after_step=self._step)
+        note = (lambda batch: None) if self._scaler is None else self._scaler.note
+        self._feed = BatchFeed(self._context, after_step=self._step, note=note)
         if last > self._step:
             log.info("recovering: from step %d, training batches %d to %d again", self._step, self._step + 1, last)
         elif last == self._step:
@@ -184,9 +194,11 @@ class Learner:
 
     def _train(self, batch: Batch, rows: Rows, replay: bool) -> StepDone:
         crash_point("learner", "before_train", batch.step, self._context.attempt)
+        rewards, kl_weights, scaler_metrics = self._scale(batch.step, rows)
         with self._timed("train"):
-            advantages = _advantages(rows, self._context.recipe.learner)
-            metrics = self._trainer.train(rows.trajectories, advantages, batch.step, batch.staleness)
+            advantages = _advantages(rows, rewards, self._context.recipe.learner)
+            metrics = self._trainer.train(rows.trajectories, advantages, batch.step, batch.staleness, kl_weights)
+            metrics |= scaler_metrics
             self._take_weights()
         self._step = batch.step
         self._context.progress += 1
@@ -207,6 +219,13 @@ class Learner:
             replay=replay,
             metrics=metrics,
         )
+
+    def _scale(self, step: int, rows: Rows) -> tuple[Rewards, Rewards | None, dict[str, float]]:
+        """Rewards [groups, samples] that advantages are made of, gradient weights [N] (None: 1), and metrics."""
+        if self._scaler is None:
+            return rows.rewards, None, {}
+        scaled = self._scaler.scale(step, rows.rewards)
+        return scaled.rewards, scaled.gradient_weights.reshape(-1), scaled.metrics
 
     def _compare(self, record: StepDone) -> None:
         """Says whether a step made again is bit-exact. Another digest is no error: the new attempt's step counts."""
@@ -325,14 +344,14 @@ class Learner:
         log.info("step %d reward=%.4f staleness=%d %s", record.step, record.mean_reward, record.staleness, seconds)
 
 
-def _advantages(rows: Rows, spec: LearnerSpec) -> npt.NDArray[np.float32]:
+def _advantages(rows: Rows, rewards: Rewards, spec: LearnerSpec) -> npt.NDArray[np.float32]:
     """[N] one advantage a trajectory, in the order of the batch."""
     import torch
 
     from miles_core.learner.advantages import advantages
 
-    num_sampled = torch.tensor([row.num_sampled for row in rows.trajectories]).reshape(rows.rewards.shape)
-    return advantages(torch.from_numpy(rows.rewards), num_sampled, spec.advantage).reshape(-1).numpy().astype(np.float32)
+    num_sampled = torch.tensor([row.num_sampled for row in rows.trajectories]).reshape(rewards.shape)
+    return advantages(torch.from_numpy(rewards), num_sampled, spec.advantage).reshape(-1).numpy().astype(np.float32)
 
 
 def _base_record(digest: str) -> StepDone:

@@ -9,6 +9,8 @@ weights at the start of the step, `logp_rollout` as the engine reported it when 
 - weight w of corrections.py, a constant factor of each token's loss.
 - aggregation over the minibatch. token_mean: sum / its tokens (DAPO, eq. 8). sequence_mean: mean over rows of the mean over a
   row's tokens (GRPO, arXiv 2402.03300, eq. 3). constant: sum / (its rows x loss_divisor_tokens) (Dr. GRPO, arXiv 2503.20783).
+With `kl_coef` each token adds kl_coef x g x k3 to its loss: k3 = (q - 1) - log q with q = exp(logp_base - logp) (GRPO, eq. 4),
+g the sample's gradient weight (grading/scaler.py); neither ratio nor w touches it.
 Divisors count every sampled token, also those that a correction or a value that is not finite takes out of the sum, so that
 no token weighs more because another one was left out. Every result is finite for finite advantages of sane size.
 """
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from miles_core.learner.corrections import bounded_exp, correction_weights
+from miles_core.learner.corrections import LOG_RATIO_BOUND, bounded_exp, correction_weights
 from miles_core.learner.presets import FlatGroups
 from miles_core.learner.segments import Segments
 from miles_core.recipe import LearnerSpec
@@ -43,6 +45,10 @@ class Tokens:
     rows: torch.Tensor
     """[N] int64: the token's row."""
     num_rows: int
+    logp_base: torch.Tensor | None = None
+    """[N] under the base model; read with kl_coef."""
+    kl_weights: torch.Tensor | None = None
+    """[N] g of the token's row; None: 1."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,8 @@ class PolicyLoss:
     """Largest |r - 1|."""
     nonfinite: int
     """Masked-in tokens left out because one of their values is not finite."""
+    kl_base: float = 0.0
+    """Sum of k3 to the base model over counted tokens; 0 without kl_coef."""
 
 
 def minibatch_totals(rows: Sequence[tuple[str, int, float]], flat_groups: FlatGroups) -> Totals:
@@ -79,15 +87,19 @@ def minibatch_totals(rows: Sequence[tuple[str, int, float]], flat_groups: FlatGr
 def policy_loss(tokens: Tokens, totals: Totals, spec: LearnerSpec) -> PolicyLoss:
     """See module. The losses of a minibatch's microbatches add up to the loss of the minibatch."""
     wanted = tokens.mask.bool()
-    values = (tokens.logp, tokens.logp_old, tokens.logp_rollout, tokens.advantages)
+    values = [tokens.logp, tokens.logp_old, tokens.logp_rollout, tokens.advantages]
+    values += [tokens.logp_base] if spec.kl_coef > 0 and tokens.logp_base is not None else []
     counted = wanted & torch.stack([torch.isfinite(value) for value in values]).all(dim=0)
-    logp, logp_old, logp_rollout, advantages = (value.where(counted, value.new_zeros(())) for value in values)
+    logp, logp_old, logp_rollout, advantages = (value.where(counted, value.new_zeros(())) for value in values[:4])
     logp_old = logp_old.detach()
     segments = Segments(tokens.rows, tokens.num_rows, counted)
     ratio = _ratio(logp, logp_old, segments, spec)
     gain, clipped = _surrogate(ratio, logp, advantages, spec)
     weight = correction_weights(logp_old - logp_rollout, segments, spec).detach()
     per_token = -weight * gain
+    k3 = _k3_to_base(logp, tokens, counted) if spec.kl_coef > 0 else None
+    if k3 is not None:
+        per_token = per_token + spec.kl_coef * (k3 if tokens.kl_weights is None else tokens.kl_weights * k3)
     if spec.aggregation == "sequence_mean":
         lengths = Segments(tokens.rows, tokens.num_rows, wanted).total(torch.ones_like(per_token))
         per_token = per_token / lengths.clamp(min=1)
@@ -98,6 +110,7 @@ def policy_loss(tokens: Tokens, totals: Totals, spec: LearnerSpec) -> PolicyLoss
         clipped=int((clipped & counted).sum()),
         ratio_deviation=float(deviation.max()) if deviation.numel() else 0.0,
         nonfinite=int((wanted & ~counted).sum()),
+        kl_base=0.0 if k3 is None else float(k3.detach().sum()),
     )
 
 
@@ -117,6 +130,14 @@ def _surrogate(
         return bounded.detach() * advantages * logp, bounded != ratio
     plain, clipped = ratio * advantages, bounded * advantages
     return torch.minimum(plain, clipped), clipped < plain
+
+
+def _k3_to_base(logp: torch.Tensor, tokens: Tokens, counted: torch.Tensor) -> torch.Tensor:
+    """[N], 0 where not counted."""
+    if tokens.logp_base is None:
+        raise ValueError("learner.kl_coef needs the logprobs of the base model, and there are none")
+    log_ratio = (tokens.logp_base.where(counted, logp.new_zeros(())) - logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.expm1(log_ratio) - log_ratio
 
 
 def _divisor(totals: Totals, spec: LearnerSpec) -> float:

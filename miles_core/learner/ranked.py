@@ -48,15 +48,21 @@ class RankedTrainer:
         self._trainer, self._lead = trainer, lead
 
     def train(
-        self, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating], step: int, staleness: int = 0
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: npt.NDArray[np.floating],
+        step: int,
+        staleness: int = 0,
+        kl_weights: npt.NDArray[np.floating] | None = None,
     ) -> dict[str, float]:
         """As Trainer.train."""
         if not self._lead.is_alone:
             rows = encode_shard(trajectories)
             exact = [float(value) for value in advantages]
-            self._lead.tell("train", num_bytes=len(rows), advantages=exact, step=step, staleness=staleness)
+            weights = None if kl_weights is None else [float(value) for value in kl_weights]
+            self._lead.tell("train", num_bytes=len(rows), advantages=exact, step=step, staleness=staleness, kl_weights=weights)
             _broadcast(rows, len(rows))
-        return self._done(self._trainer.train(trajectories, advantages, step, staleness))
+        return self._done(self._trainer.train(trajectories, advantages, step, staleness, kl_weights))
 
     def logprobs(self, token_lists: Sequence[Sequence[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]:
         """As Trainer.logprobs."""
@@ -149,7 +155,8 @@ class _Follower:
 
     def _train(self, command: Message) -> None:
         rows = decode_shard(_broadcast(None, command["num_bytes"]), Path("rows of rank 0"))
-        self._trainer.train(rows, np.array(command["advantages"]), command["step"], command["staleness"])
+        weights = None if command["kl_weights"] is None else np.array(command["kl_weights"])
+        self._trainer.train(rows, np.array(command["advantages"]), command["step"], command["staleness"], weights)
 
     def _logprobs(self, command: Message) -> None:
         self._trainer.logprobs(command["token_lists"], command["temperature"])

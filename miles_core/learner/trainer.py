@@ -27,7 +27,16 @@ import numpy.typing as npt
 import torch
 
 from miles_core.errors import MilesError
-from miles_core.learner.batching import Indexes, Microbatch, context_length, contexts, microbatches, split_groups, with_signal
+from miles_core.learner.batching import (
+    Indexes,
+    Microbatch,
+    context_length,
+    contexts,
+    in_live_groups,
+    microbatches,
+    split_groups,
+    with_signal,
+)
 from miles_core.learner.corrections import cut_tokens, mismatch_metrics
 from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
 from miles_core.learner.routing import RoutingReplay, changed_metric, load_metrics, without_replay
@@ -85,12 +94,21 @@ class Trainer:
         self._files: EngineFiles = self._engine.checkpoint_engine
         self._module: Policy = self._engine.module
         self._device: torch.device = self._engine.device
+        self._base = _base_policy(model_folder, dtype, self._device) if spec.kl_coef > 0 else None
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def train(
-        self, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating], step: int, staleness: int = 0
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: npt.NDArray[np.floating],
+        step: int,
+        staleness: int = 0,
+        kl_weights: npt.NDArray[np.floating] | None = None,
     ) -> dict[str, float]:
-        """Trains one batch as step `step` (from 1). Returns metrics; one that is not finite means that the weights are lost."""
+        """Trains one batch as step `step` (from 1). Returns metrics; one that is not finite means that the weights are lost.
+
+        `kl_weights`: of each trajectory, what multiplies its pull towards the base model; None: 1.
+        """
         if len(trajectories) != len(advantages):
             raise ValueError(f"step {step}: {len(trajectories)} trajectories, but {len(advantages)} advantages")
         rate = learning_rate(self._spec, step, staleness)
@@ -100,7 +118,7 @@ class Trainer:
             self._module.routing.check(trajectories)
         parts = split_groups(trajectories, self._spec.minibatches)
         totals = [self._totals(part, trajectories, advantages) for part in parts]
-        batches = [self._microbatches(part, trajectories, advantages) for part in parts]
+        batches = [self._microbatches(part, trajectories, advantages, kl_weights) for part in parts]
         old, metrics = self._old_logprobs(batches, unreplayed=(step - 1) % UNREPLAYED_EVERY == 0)
         if self._module.routing is not None:
             metrics |= load_metrics(trajectories, self._module.routing.routers)
@@ -159,18 +177,29 @@ class Trainer:
         return Totals(tokens=whole.tokens / self._world, rows=whole.rows / self._world)
 
     def _microbatches(
-        self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]
+        self,
+        part: Indexes,
+        trajectories: Sequence[Trajectory],
+        advantages: npt.NDArray[np.floating],
+        kl_weights: npt.NDArray[np.floating] | None,
     ) -> list[Microbatch]:
-        """This rank's microbatches of one minibatch, as many as on every other rank; none if no row has signal."""
-        rows = with_signal(part, trajectories, advantages)
+        """This rank's microbatches of one minibatch, as many as on every other rank; none if no row moves the weights."""
+        rows = self._moving(part, trajectories, advantages)
         if not rows:
             return []
         rows.sort(key=lambda row: context_length(trajectories[row]))
         size = self._spec.microbatch
-        own = microbatches(rows[self._rank :: self._world], trajectories, advantages, size)
+        own = microbatches(rows[self._rank :: self._world], trajectories, advantages, size, kl_weights)
         wanted = -(-len(range(0, len(rows), self._world)) // size)
-        filler = microbatches(rows[:1], trajectories, advantages, size)[0].as_filler()
+        filler = microbatches(rows[:1], trajectories, advantages, size, kl_weights)[0].as_filler()
         return [batch.to(self._device) for batch in [*own, *[filler] * (wanted - len(own))]]
+
+    def _moving(self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Indexes:
+        """The rows of a minibatch that move the weights: those with signal, and all that are pulled to the base model."""
+        if self._base is None:
+            return with_signal(part, trajectories, advantages)
+        rows = part if self._spec.flat_groups == "counted" else in_live_groups(part, trajectories, advantages)
+        return [row for row in rows if trajectories[row].num_sampled > 0]
 
     def _old_logprobs(
         self, batches: list[list[Microbatch]], *, unreplayed: bool
@@ -234,16 +263,18 @@ class Trainer:
             sum(found.clipped for found in losses),
             sum(found.nonfinite for found in losses),
             sum(int(micro.mask.sum()) for micro in batch),
+            sum(found.kl_base for found in losses),
             max(found.ratio_deviation for found in losses),
         ]
         sums = self._everywhere(torch.tensor([row], dtype=torch.float64))
-        loss, clipped, nonfinite, tokens = (float(value) for value in sums[:, :4].sum(dim=0))
+        loss, clipped, nonfinite, tokens, kl_base = (float(value) for value in sums[:, :5].sum(dim=0))
         return {
             "loss": loss,
             "grad_norm": float(self._engine.get_global_grad_norm()),
             "clip_frac": clipped / tokens,
-            "ratio_deviation_max": float(sums[:, 4].max()),
+            "ratio_deviation_max": float(sums[:, 5].max()),
             "nonfinite_tokens": nonfinite,
+            **({} if self._base is None else {"kl_base": kl_base / tokens}),
         }
 
     def _loss(self, micro: Microbatch, logp_old: torch.Tensor, totals: Totals) -> PolicyLoss:
@@ -256,6 +287,8 @@ class Trainer:
             mask=micro.mask,
             rows=micro.rows,
             num_rows=micro.tokens.shape[0],
+            logp_base=None if self._base is None else self._base(micro)[0],
+            kl_weights=micro.kl_weights,
         )
         return policy_loss(tokens, totals, self._spec)
 
@@ -272,6 +305,8 @@ def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
     names = ("loss", "grad_norm", "clip_frac", "ratio_deviation_max", "nonfinite_tokens")
     columns = {name: [update[name] for update in updates] or [0.0] for name in names}
     means = {name: float(np.mean(columns[name])) for name in names[:3]}
+    if any("kl_base" in update for update in updates):
+        means["kl_base"] = float(np.mean([update["kl_base"] for update in updates]))
     return {
         **means,
         "ratio_deviation_max": max(columns["ratio_deviation_max"]),
@@ -305,6 +340,14 @@ def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: st
     # A script for people, which it would copy into every checkpoint while the ranks wait.
     engine._copy_recovery_script = lambda save_dir: None
     return engine
+
+
+def _base_policy(model_folder: Path, dtype: Dtype, device: torch.device) -> Policy:
+    """The base model as it is, whole on every rank, with its own routing; for KL only, so without gradient."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
+    return Policy(model, replay=False).eval().requires_grad_(False).to(device)
 
 
 def _engine_config(spec: LearnerSpec, dtype: Dtype, policy: Policy) -> dict[str, Any]:

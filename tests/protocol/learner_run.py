@@ -136,7 +136,12 @@ class FakeTrainer:
         self.trained: list[int] = []
 
     def train(
-        self, trajectories: list[Trajectory], advantages: npt.NDArray[np.float32], step: int, staleness: int
+        self,
+        trajectories: list[Trajectory],
+        advantages: npt.NDArray[np.float32],
+        step: int,
+        staleness: int,
+        kl_weights: npt.NDArray[np.float64] | None,
     ) -> dict[str, float]:
         self.on_train(step)
         self.trained.append(step)

@@ -18,7 +18,7 @@ from miles_core.paths import RunPaths
 from miles_core.policy.lineage import Lineage
 from miles_core.policy.local_copy import read_version
 from miles_core.policy.reader import check_probe
-from miles_core.recipe import OrchestratorSpec
+from miles_core.recipe import LearnerSpec, OrchestratorSpec, RewardScalerSpec
 from miles_core.records import Cut, Done, Published, StepDone, Version, digest_record
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
@@ -442,9 +442,27 @@ def test_a_step_with_a_loss_that_is_no_number_is_not_recorded(prepared):
     run, paths, _ = prepared
 
     class Diverging(FakeTrainer):
-        def train(self, trajectories, advantages, step, staleness):
-            return super().train(trajectories, advantages, step, staleness) | ({"loss": float("nan")} if step == 2 else {})
+        def train(self, trajectories, advantages, step, staleness, kl_weights):
+            metrics = super().train(trajectories, advantages, step, staleness, kl_weights)
+            return metrics | ({"loss": float("nan")} if step == 2 else {})
 
     with pytest.raises(MilesError, match=r"step 2 .*nan"):
         run_learner(run, paths, trainer=Diverging())
     assert read_lineage(run, paths).newest_step == 1
+
+
+def test_a_successor_scales_rewards_as_its_predecessor_did(tmp_path):
+    """The reward scaler's windows are in no checkpoint: they come from the batches of the orchestrator's journal."""
+    learner = LearnerSpec(checkpoint_every=2, advantage="group_mean", reward_scaler=RewardScalerSpec(short=8, long=12))
+    runs = [make_run(tmp_path / name, learner=learner) for name in ("straight", "crashed")]
+    for run, paths in runs:
+        FakeOrchestrator(run, paths).write_all()
+    (straight, straight_paths), (crashed, crashed_paths) = runs
+    run_learner(straight, straight_paths)
+    crash(crashed, crashed_paths, "after_train:5")
+    run_learner(crashed, crashed_paths, 2)
+    expected = read_lineage(straight, straight_paths)
+    assert_complete(crashed, crashed_paths, digests(expected), 2)
+    assert expected.steps[6].metrics["reward_var_after"] > expected.steps[6].metrics["reward_var_before"] > 0
+    assert read_lineage(crashed, crashed_paths).steps[6].metrics == expected.steps[6].metrics
+    assert expected.steps[6].mean_reward == 0.5

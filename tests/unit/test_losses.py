@@ -193,6 +193,65 @@ def test_a_constant_divisor_that_nobody_gave_is_a_named_error() -> None:
         policy_loss(flatten(random_case(0), spec), Totals(1, 1), spec)
 
 
+# --- the pull towards the base model
+
+
+@pytest.mark.parametrize("objective", LOSSES)
+def test_the_pull_to_the_base_model_equals_the_reference(objective: str) -> None:
+    """GRPO, eq. 4, under the preset's own mean and with a weight for each row."""
+    case, plain, spec = random_case(4), spec_of(objective), spec_of(objective, kl_coef=0.1)
+    rng = np.random.default_rng(9)
+    base = [row + rng.normal(0, 0.4, row.size) for row in case.old]
+    row_weights = rng.uniform(0.5, 1.5, len(base))
+    tokens = replace(
+        flatten(case, spec),
+        logp_base=torch.from_numpy(np.concatenate(base)),
+        kl_weights=torch.from_numpy(np.repeat(row_weights, case.lengths)),
+    )
+    totals = totals_of(case, spec)
+    found = policy_loss(tokens, totals, spec)
+    found.loss.backward()
+    loss, gradient, pull = LOSSES[objective](case, CORRECTIONS["tis"]), [], 0.0
+    divisors = {
+        "token_mean": [totals.tokens] * len(base),
+        "sequence_mean": [totals.rows * size for size in case.lengths],
+        "constant": [totals.rows * 72] * len(base),
+    }[plain.aggregation]
+    for i, (logp, there) in enumerate(zip(case.logp, base, strict=True)):
+        q = np.exp(there - logp)
+        pull += 0.1 * row_weights[i] * float((q - np.log(q) - 1).sum()) / divisors[i]
+        gradient.append(loss[1][i] + 0.1 * row_weights[i] * (1 - q) / divisors[i])
+    assert tokens.logp.grad is not None
+    assert_equal((found, tokens.logp.grad.numpy()), (loss[0] + pull, gradient))
+    ratios = np.exp(np.concatenate(base) - np.concatenate(case.logp))
+    assert found.kl_base == pytest.approx(float((ratios - np.log(ratios) - 1).sum()))
+
+
+def test_the_base_model_is_not_pulled_to_itself() -> None:
+    tokens = flatten(random_case(0), spec_of("grpo"))
+    tokens = replace(tokens, logp_base=tokens.logp.detach().clone())
+    with_pull = policy_loss(tokens, Totals(90, 20), spec_of("grpo", kl_coef=10.0))
+    assert with_pull.kl_base == 0 and torch.equal(with_pull.loss, policy_loss(tokens, Totals(90, 20), spec_of("grpo")).loss)
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_extreme_values_of_the_base_model_stay_finite_and_are_counted(extreme: float) -> None:
+    logp = torch.full((3,), -1.0, requires_grad=True)
+    column = torch.full((3,), -1.0)
+    base = torch.tensor([-1.0, extreme, -2.0])
+    tokens = Tokens(logp, column, column, column, torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1]), 2, base)
+    found = policy_loss(tokens, Totals(3, 2), spec_of("grpo", kl_coef=0.1))
+    found.loss.backward()
+    assert torch.isfinite(found.loss) and math.isfinite(found.kl_base)
+    assert logp.grad is not None and torch.isfinite(logp.grad).all()
+    assert found.nonfinite == (0 if math.isfinite(extreme) else 1)
+
+
+def test_a_pull_without_the_base_models_logprobs_is_a_named_error() -> None:
+    with pytest.raises(ValueError, match="kl_coef needs the logprobs of the base model"):
+        policy_loss(flatten(random_case(0), spec_of("grpo")), Totals(90, 20), spec_of("grpo", kl_coef=0.1))
+
+
 @pytest.mark.parametrize("objective", sorted(set(LOSSES) - {"cispo"}))
 def test_the_references_gradient_is_the_slope_of_its_loss(objective: str) -> None:
     """By finite differences; CISPO's gradient is not one of its loss, since it stops at the ratio."""

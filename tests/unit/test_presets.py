@@ -55,6 +55,12 @@ def test_masks_have_bounds_by_kind_and_take_others(kind: Any) -> None:
     assert LearnerSpec(correction=kind, mis_high=7.0).mis_high == 7
 
 
+def test_the_reward_scaler_is_off_until_asked_for() -> None:
+    assert recipe().learner.reward_scaler is None and recipe().learner.kl_coef == 0
+    scaler = recipe("learner.reward_scaler={}").learner.reward_scaler
+    assert scaler is not None and (scaler.short, scaler.long, scaler.gradient_weight) == (1000, 100_000, "none")
+
+
 def test_asynchronous_data_is_corrected_unless_a_word_says_otherwise() -> None:
     assert recipe().orchestrator.max_staleness > 0 and recipe().learner.correction == "tis"
     with pytest.raises(RecipeError, match=r"correction: none .*allow_uncorrected: true"):
@@ -77,6 +83,9 @@ def test_asynchronous_data_is_corrected_unless_a_word_says_otherwise() -> None:
         (("learner.veto=1",), "learner.veto"),
         (("learner.tis_cap=0",), "learner.tis_cap"),
         (("learner.staleness_slowdown=-1",), "learner.staleness_slowdown"),
+        (("learner.reward_scaler={short: 255}",), "short=255 is under two batches of 128 grades"),
+        (("learner.reward_scaler={short: 1000, long: 1000}",), "long=1000 must be over short=1000"),
+        (("learner.reward_scaler={gradient_weight: damped}",), "kl_coef is 0"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(overrides: tuple[str, ...], message: str) -> None:

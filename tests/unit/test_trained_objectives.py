@@ -168,3 +168,35 @@ def test_a_stale_batch_is_trained_at_the_lower_rate(folder: Path) -> None:
     assert slowed.train(*make_batch(1), 1, staleness=2)["lr"] == spec.lr / 2
     fresh.train(*make_batch(1), 1, staleness=0)
     assert_same_bytes(slowed.state_tensors(), fresh.state_tensors())
+
+
+# --- the pull towards the base model
+
+
+def test_the_pull_holds_the_policy_near_the_base_model(folder: Path) -> None:
+    def distances(kl_coef: float) -> list[float]:
+        trainer = Trainer(folder, SPEC.model_copy(update={"kl_coef": kl_coef, "minibatches": 1}), "float32")
+        return [trainer.train(*make_batch(step), step)["kl_base"] for step in range(1, 5)]
+
+    loose, tight = distances(1e-6), distances(10.0)
+    assert loose[0] == tight[0] == 0
+    assert 0 < tight[3] < 0.75 * loose[3]
+
+
+def test_rows_without_signal_are_pulled_too_and_a_weight_of_0_lets_them_go(folder: Path) -> None:
+    trainer = Trainer(folder, SPEC.model_copy(update={"kl_coef": 1.0}), "float32")
+    train(trainer, range(1, 3))
+    rows, _ = make_batch(3)
+    nothing, ones = np.zeros(len(rows)), np.ones(len(rows))
+    before = trainer.train(rows, nothing, 3, 0, ones)
+    after = trainer.train(rows, nothing, 4, 0, ones)
+    assert before["updates"] == 2 and 0 < after["kl_base"] < before["kl_base"]
+    assert trainer.train(rows, nothing, 5, 0, nothing)["grad_norm"] == 0 < after["grad_norm"]
+
+
+def test_left_out_groups_are_not_pulled(folder: Path) -> None:
+    """make_batch's second group has no signal."""
+    changes = {"kl_coef": 1.0, "flat_groups": "left_out", "minibatches": 1}
+    rows, advantages = make_batch(1)
+    metrics = Trainer(folder, SPEC.model_copy(update=changes), "float32").train(rows, advantages, 1)
+    assert metrics["tokens"] == sum(row.num_sampled for index, row in enumerate(rows) if index // 4 != 1)
