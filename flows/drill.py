@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +20,7 @@ from rich.table import Table
 from cluster.faults.drill import Drill
 from cluster.faults.host import HostedSupervisor
 from cluster.faults.plan import load_plan
-from cluster.faults.record import FaultRecord, seconds, yes
+from cluster.faults.record import FaultRecord, read_drill, seconds, yes
 from cluster.faults.site import check_plan
 from cluster.profile import load_cluster
 from cluster.schedulers import make_scheduler
@@ -51,6 +51,10 @@ def drill_recipe(
     say(f"drill of {len(plan.rounds())} faults on run {name}, {paths.root}; record {paths.drill}")
     try:
         outcome = Drill(paths.root, profile, plan, host, say).run()
+    except (KeyboardInterrupt, DrillFailed):
+        print_table(read_drill(paths).faults, output)
+        say("left; the jobs go on, and the same command continues the run and the plan")
+        raise
     finally:
         host.leave()
     if as_json:
@@ -72,18 +76,22 @@ def supervisor_argv(recipe: str, cluster: str, run_id: str, settings: Sequence[s
 
 def print_outcome(outcome: dict[str, Any]) -> None:
     """The table at the end, and what is wrong."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    records = [FaultRecord.model_validate(record) for record in outcome["faults"]]
+    print_table(records, sys.stdout)
+    good = sum(record.is_good for record in records)
+    print(f"{good} of {len(records)} faults good; run {outcome['run_id']}: {outcome['state']}, {outcome['directory']}")
+    for problem in outcome["problems"]:
+        print(f"! {problem}")
+
+
+def print_table(records: Sequence[FaultRecord], output: TextIO) -> None:
+    """One row for each fault."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for column in ("role", "kind", "fired", "noticed", "productive", "lost", "verify", "others"):
         table.add_column(column)
-    records = [FaultRecord.model_validate(record) for record in outcome["faults"]]
     for record in records:
         table.add_row(
             record.role, record.kind, yes(record.fired), seconds(record.noticed_s), seconds(record.productive_s),
             str(record.lost_samples), yes(record.verify), yes(record.others_unchanged),
         )  # fmt: skip
-    console.print(table)
-    good = sum(record.is_good for record in records)
-    console.print(f"{good} of {len(records)} faults good; run {outcome['run_id']}: {outcome['state']}, {outcome['directory']}")
-    for problem in outcome["problems"]:
-        console.print(f"! {problem}")
+    Console(file=output, highlight=False, markup=False, soft_wrap=True).print(table)
