@@ -113,7 +113,7 @@ class Collector:
         for item in learner:
             self._take(item)
         for item in evaluator:
-            if isinstance(item.record, EvaluationPoint):
+            if isinstance(item.record, EvaluationPoint) and not self._context.rollbacks.abandons(item.record.version):
                 self._to_evaluate.discard(item.record.version.step)
         if self._shards is not None:
             self._shards.fold(orchestrator[0])
@@ -138,9 +138,10 @@ class Collector:
         if not self._spec.versions:
             return []
         self._versions = self._without_deleted(self._versions)
-        needed = [version for version in self._versions if version.step in self._to_evaluate]
-        keep = retained(self._versions, needed)
-        keep = retained(self._versions, [*needed, *self._still_reading(reading, keep)])
+        served = self._without_abandoned(self._versions)
+        needed = [version for version in served if version.step in self._to_evaluate]
+        keep = retained(served, needed)
+        keep = retained(served, [*needed, *self._still_reading(reading, keep)])
         return [
             Deleted(what="version", name=record.folder, size_bytes=record.size_bytes, digest=record.manifest_digest)
             for version, record in self._versions.items()
@@ -158,17 +159,22 @@ class Collector:
         return [version for version, since in self._read_since.items() if now - since <= READING_CAP_S]
 
     def _settle_checkpoints(self) -> None:
+        """Once for each checkpoint that came; a newest one that is not whole may be on its way to this node."""
         if self._has_saved:
             self._checkpoints = self._without_deleted(self._checkpoints)
-            self._oldest = oldest_kept_checkpoint(self._checkpoints, self._spec.checkpoints, self._is_whole)
-            self._has_saved = False
+            usable = self._without_abandoned(self._checkpoints)
+            self._oldest = oldest_kept_checkpoint(usable, self._spec.checkpoints, self._is_whole)
+            self._has_saved = bool(usable) and not self._is_whole(usable[max(usable)])
 
     def _due_checkpoints(self) -> list[Deleted]:
         return [
             Deleted(what="checkpoint", name=record.folder, size_bytes=size_of(record), digest=digest_record(record))
             for version, record in self._checkpoints.items()
-            if self._oldest is not None and version < self._oldest and record.folder not in self._deleted
+            if record.folder not in self._deleted and self._is_retired(version)
         ]
+
+    def _is_retired(self, checkpoint: Version) -> bool:
+        return self._context.rollbacks.abandons(checkpoint) or (self._oldest is not None and checkpoint < self._oldest)
 
     def _is_whole(self, checkpoint: CheckpointSaved) -> bool:
         """Its files are there in their sizes. Their writer verified their digests, and whoever loads them does."""
@@ -177,6 +183,9 @@ class Collector:
             return all((folder / file.name).stat().st_size == file.size_bytes for file in checkpoint.files)
         except FileNotFoundError:
             return False
+
+    def _without_abandoned(self, kept: dict[Version, R]) -> dict[Version, R]:
+        return {version: record for version, record in kept.items() if not self._context.rollbacks.abandons(version)}
 
     def _without_deleted(self, kept: dict[Version, R]) -> dict[Version, R]:
         return {version: record for version, record in kept.items() if record.folder not in self._deleted}
@@ -203,7 +212,8 @@ class SettledShards:
     def fold(self, delivered: Iterable[Delivered]) -> None:
         """Takes what the orchestrator decided."""
         for item in delivered:
-            self._groups.fold(item.record)
+            if not self._context.rollbacks.voids(item.attempt, item.record):
+                self._groups.fold(item.record)
 
     def due(self, step: int, deleted: set[str]) -> list[Deleted]:
         """Shards to delete; looks for more when the oldest kept checkpoint is of another step. OSError: ask again."""

@@ -13,7 +13,7 @@ from cluster.job_spec import token_of
 from cluster.profile import ClusterProfile
 from miles_core.errors import HeldElsewhere, LeaseLost, RunDirectoryError
 from miles_core.paths import RunPaths
-from miles_core.records import Drained, Intent, RunClosed
+from miles_core.records import Drained, Intent, Rollback, RunClosed
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import LivenessJudge
@@ -80,12 +80,12 @@ def _wait_until_dead(probe: RoleContext, epoch: int) -> None:
 
 
 def read_outcome(run: RunConfig, paths: RunPaths) -> RunClosed | Drained | None:
-    """The last word on a run: closed, or drained and not taken up since."""
+    """The last word on a run: closed and not rolled back since, or drained and not taken up since."""
     outcome: RunClosed | Drained | None = None
     for record in read_all(supervisor_context(run, paths, 0).reading, paths.journal(WRITER)):
         if isinstance(record, RunClosed | Drained):
             outcome = record
-        elif isinstance(record, Intent) and isinstance(outcome, Drained):
+        elif isinstance(record, Rollback) or (isinstance(record, Intent) and isinstance(outcome, Drained)):
             outcome = None
     return outcome
 

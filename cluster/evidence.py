@@ -22,7 +22,7 @@ from cluster.scheduler import JobView, Phase, Scheduler, Snapshot
 from cluster.supervisor import Liveness, RoleView, World, is_worker, needed_for_the_end
 from miles_core.errors import JournalCorrupt
 from miles_core.policy.lineage import StepLog
-from miles_core.records import Done, Drained, Intent, LivenessEntry, LivenessTable, StepDone, Submitted, Version
+from miles_core.records import Done, Drained, Intent, LivenessEntry, LivenessTable, Rollback, StepDone, Submitted, Version
 from miles_core.run import all_writers
 from miles_core.runtime.context import RoleContext
 from miles_core.store.lease import LivenessJudge
@@ -93,7 +93,7 @@ class RoleRecord:
                 self.progress = 0
         elif isinstance(record, Submitted) and record.attempt == self.attempt:
             self.submitted, self.refusals, self.last_refusal, self.drained = True, 0, "", False
-        elif isinstance(record, Drained) and self.attempt:
+        elif isinstance(record, Drained | Rollback) and self.attempt:
             self.submitted, self.drained = False, True
 
     def note_progress(self, progress: int) -> None:
@@ -143,7 +143,7 @@ class Evidence:
     def __post_init__(self) -> None:
         context = self.context
         self.roles = {writer: RoleRecord(writer) for writer in all_writers(context.recipe)}
-        self.steps = StepLog(context.follow("learner-0"))
+        self.steps = StepLog(context.follow("learner-0"), context.rollbacks)
         self.troubles = Troubles()
         self._judge = LivenessJudge(context.fs, context.paths.heartbeats, context.timing.lease_s, context.clock)
         self._seen: Seen | None = None
@@ -243,7 +243,9 @@ class Evidence:
             return
         for writer in self.roles:
             if writer not in self.done and f"{writer}.json" in names:
-                self.done[writer] = Done.model_validate_json(self.context.fs.read(self.context.paths.done(writer)))
+                done = Done.model_validate_json(self.context.fs.read(self.context.paths.done(writer)))
+                if self.context.rollbacks.precede(writer, done.attempt):
+                    self.done[writer] = done
         if self.ended_at_s is None and all(writer in self.done for writer in self.roles if needed_for_the_end(writer)):
             self.ended_at_s = self.context.clock()
 

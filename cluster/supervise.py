@@ -41,7 +41,7 @@ from cluster.supervisor import (
 )
 from miles_core.errors import DeadlineExceeded, LeaseLost, NeedsRollback, NodesLost, SchedulerError
 from miles_core.paths import RunPaths
-from miles_core.records import Deletion, Drained, Incident, Intent, JobEnded, RunClosed, Submitted
+from miles_core.records import Deletion, Drained, Incident, Intent, JobEnded, Rollback, RunClosed, Submitted
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import read_cut
@@ -155,7 +155,7 @@ class Supervisor:
 
     def _remember(self, record: object) -> None:
         writer = getattr(record, "writer", "")
-        if isinstance(record, Drained):
+        if isinstance(record, Drained | Rollback):
             for role in self.roles.values():
                 role.fold(record)
         elif writer in self.roles:

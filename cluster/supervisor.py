@@ -55,7 +55,7 @@ class RoleView:
     waits_until_s: float = 0.0
     """Back-off: no submission before this time of the supervisor's clock."""
     drained: bool = False
-    """It left with a drain; the run goes on, and nobody has followed it yet."""
+    """It ended with a drain or before a rollback; the run goes on, and nobody has followed it yet."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _reconcile(world: World, view: RoleView) -> list[Action]:
     if live:
         return _replace(world, view, _hung(view), True) if _is_hung(view, live) else _replace_retired(world, view)
     if view.drained:
-        return _succeed(view, "the run goes on after a drain")
+        return _succeed(view, "the run goes on after a drain or a rollback")
     if view.jobs:
         if view.jobs[-1].cause is Cause.COMPLETED and view.ended_for_s < 2 * world.visibility_s:
             return []

@@ -84,6 +84,10 @@ class RunPaths:
         """Takes all room while a drill fills the disk."""
         return self.root / ".tmp.drill_filler"
 
+    def rollback(self, number: int) -> Path:
+        """Record of a rollback, read by every job at its start."""
+        return self.root / "supervisor" / f"rollback-{number:03d}.json"
+
     @property
     def cancel_request(self) -> Path:
         """Its presence asks the supervisor to cancel the run."""

@@ -116,12 +116,12 @@ class WriterCut(Closed):
     cut: Cut
 
 
-DropReason = Literal["stale", "incomplete", "ungraded", "unknown_version", "run_ended"]
-DROP_REASONS: tuple[str, ...] = ("stale", "incomplete", "ungraded", "unknown_version", "run_ended")
+DropReason = Literal["stale", "incomplete", "ungraded", "unknown_version", "run_ended", "rolled_back"]
+DROP_REASONS: tuple[str, ...] = ("stale", "incomplete", "ungraded", "unknown_version", "run_ended", "rolled_back")
 
 
 class Drop(Closed):
-    """A group leaves without training."""
+    """A group leaves without training; `rolled_back`: from a batch that a rollback voided."""
 
     kind: Literal["drop"] = "drop"
     group_id: str
@@ -135,7 +135,7 @@ class BatchMember(Closed):
 
     ref: TrajectoryRef
     oldest_step: int
-    """Oldest step of any version that sampled one of its tokens."""
+    """Oldest step of any version that sampled one of its tokens; of an abandoned one as Rollbacks.counted_step has it."""
     reward: float
     """Value of the grade that counts."""
     weight: float = 1.0
@@ -394,8 +394,29 @@ class Deletion(Closed):
     items: tuple[Deleted, ...]
 
 
+class Rollback(Closed):
+    """Steps behind `step` are abandoned (I8): `supervisor/rollback-<number>.json`, and its copy in the supervisor's journal."""
+
+    kind: Literal["rollback"] = "rollback"
+    number: int
+    """From 1 on."""
+    step: int
+    """The newest usable checkpoint; 0: the base model."""
+    last_step: int
+    """Last accepted step before it."""
+    groups: int
+    """Groups of the batches behind `step`: dropped as rolled_back."""
+    missing: str
+    """What the run could not go on without."""
+    lost: tuple[str, ...] = ()
+    """Shards of those batches that were gone or damaged: nothing is trained from them any more."""
+    attempts: dict[str, int]
+    """Newest attempt of every writer before it; they all ended. What later attempts write belongs to the new branch."""
+    unix_s: float
+
+
 class RunClosed(Closed):
-    """The supervisor's last word on a run."""
+    """The supervisor's last word on a run, unless a Rollback follows."""
 
     kind: Literal["run_closed"] = "run_closed"
     state: Literal["COMPLETED", "CANCELLED", "NEEDS_ROLLBACK"]
@@ -429,7 +450,7 @@ Record = Annotated[
     Cuts | GroupIssued | Order | GradeOrder | GradesChosen | WriterCut | Drop | Batch | RunEnded | Stop
     | ShardSealed | Returned | Leaving | Graded
     | StepDone | Published | CheckpointSaved | EvaluationPoint
-    | Intent | Submitted | JobEnded | Incident | Deletion | Drained | RunClosed,
+    | Intent | Submitted | JobEnded | Incident | Deletion | Rollback | Drained | RunClosed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)

@@ -43,7 +43,7 @@ class Rows:
 
 
 class BatchFeed:
-    """Accepted batch records by step. Two of one step are a protocol fault."""
+    """Accepted batch records by step, without those that a rollback voided. Two of one step are a protocol fault."""
 
     def __init__(self, context: RoleContext, *, after_step: int, note: Callable[[Batch], None] = lambda batch: None) -> None:
         """`note` is told every accepted batch, also those up to `after_step`, which are not given out."""
@@ -85,6 +85,8 @@ class BatchFeed:
             log.warning("orchestrator's journal not read: %s", error)
             return
         for item in delivered:
+            if self._context.rollbacks.voids(item.attempt, item.record):
+                continue
             if isinstance(item.record, Batch):
                 self._take(item.record)
             elif isinstance(item.record, RunEnded):
@@ -189,5 +191,6 @@ def _row_faults(group_id: str, member: BatchMember, row: Trajectory, lineage: Li
     for version in sorted({Version(run.step, run.attempt) for run in row.versions}):
         if not lineage.knows(version):
             yield f"{row.trajectory_id}: no accepted step made version {tuple(version)}"
-    if row.oldest_step != member.oldest_step:
-        yield f"{row.trajectory_id}: its oldest version is of step {row.oldest_step}, the batch says {member.oldest_step}"
+    oldest = min((lineage.rollbacks.counted_step(Version(run.step, run.attempt)) for run in row.versions), default=None)
+    if oldest != member.oldest_step:
+        yield f"{row.trajectory_id}: its oldest version is of step {oldest}, the batch says {member.oldest_step}"

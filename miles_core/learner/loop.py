@@ -84,7 +84,7 @@ class Learner:
         self._unix_clock = unix_clock
         self._busy = BusyMeter(context.metrics)
         self._seconds: dict[str, float] = {}
-        self._lineage = Lineage()
+        self._lineage = Lineage(context.rollbacks)
         scaler = context.recipe.learner.reward_scaler
         self._scaler = None if scaler is None else BatchScaler(scaler)
         self._publisher = Publisher(

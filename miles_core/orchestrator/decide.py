@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import xxhash
 
 from miles_core.records import ShardEntry, Version
+from miles_core.rollbacks import Rollbacks
 
 
 def num_to_issue(
@@ -30,9 +31,9 @@ def min_step(*, last_batch: int, groups_ahead: int, prompts: int, max_staleness:
     return max(0, target - 1 - max_staleness)
 
 
-def oldest_step(versions: Iterable[Version]) -> int:
-    """Oldest step of any version that sampled a token; there is at least one."""
-    return min(version.step for version in versions)
+def oldest_step(versions: Iterable[Version], rollbacks: Rollbacks) -> int:
+    """Oldest step that any version that sampled a token counts as; there is at least one."""
+    return min(map(rollbacks.counted_step, versions))
 
 
 def staleness(step: int, oldest_steps: Iterable[int]) -> int:

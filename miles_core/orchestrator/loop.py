@@ -37,9 +37,11 @@ class Orchestrator:
         self._context = context
         self._rollouts = [writer for writer, _ in rollout_writers(context.recipe)]
         self._graders = grader_writers(context.recipe)
-        self.state = State()
-        self._steps = StepLog(context.follow("learner-0"))
-        self.planner = Planner(context.recipe, context.attempt, self.state, knows=self._steps.knows, emit=self._emit)
+        self.state = State(context.rollbacks)
+        self._steps = StepLog(context.follow("learner-0"), context.rollbacks)
+        self.planner = Planner(
+            context.recipe, context.attempt, self.state, knows=self._steps.knows, emit=self._emit, rollbacks=context.rollbacks
+        )
         self._outbox = Outbox(context)
         self._liveness = LivenessWatch(context, all_writers(context.recipe))
         self._watchdog = Watchdog(context, self._liveness)
@@ -59,7 +61,10 @@ class Orchestrator:
         """Cuts and folds the predecessors' journals and queues what is open to be copied again."""
         self._journal, accepted = open_journal(self._context)
         for item in accepted:
-            self.state.apply(item.record)
+            if self._context.rollbacks.voids(item.attempt, item.record):
+                self.state.roll_back(item.record)
+            else:
+                self.state.apply(item.record)
         everyone = [*self._rollouts, *self._graders]
         self._intake = Intake(self._context, everyone, cuts=self.state.cuts, on_cut=self._on_cut)
         self._context.leases.refresh()
@@ -89,10 +94,9 @@ class Orchestrator:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def _read_steps(self) -> None:
-        for item in self._steps.poll():
-            if isinstance(item.record, StepDone):
-                self.state.trained_step = max(self.state.trained_step, item.record.step)
-                self._watchdog.moved()
+        if any(isinstance(item.record, StepDone) for item in self._steps.poll()):
+            self.state.trained_step = self._steps.newest_step
+            self._watchdog.moved()
 
     def _read_manifests(self) -> None:
         for receiver, record in self._intake.poll():

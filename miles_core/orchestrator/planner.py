@@ -31,6 +31,7 @@ from miles_core.records import (
     TrajectoryRef,
     Version,
 )
+from miles_core.rollbacks import Rollbacks
 from miles_core.run import rollout_writers
 
 Emitted = GroupIssued | Order | GradeOrder | GradesChosen | Drop | Batch | RunEnded
@@ -47,8 +48,10 @@ class Planner:
         *,
         knows: Callable[[Version], bool],
         emit: Callable[[Emitted], None],
+        rollbacks: Rollbacks | None = None,
     ) -> None:
         """`knows`: whether an accepted step made a version."""
+        self._rollbacks = rollbacks or Rollbacks()
         self._recipe, self._attempt, self._state, self._knows, self._emit = recipe, attempt, state, knows, emit
         self._ready: list[tuple[int, str]] = []
         self._waiting: dict[str, float] = {}
@@ -66,6 +69,7 @@ class Planner:
 
     def decide(self, now_s: float, rollouts: Sequence[Receiver], graders: Sequence[Receiver]) -> None:
         """One round. `rollouts` and `graders` are the attempts that may get work now."""
+        self._drop_rolled_back()
         self._choose_grades()
         self._sort_completed(now_s)
         self._form_batches()
@@ -74,10 +78,16 @@ class Planner:
 
     def end_run(self) -> None:
         """Closes what is open, then says so; again after a restart it adds nothing."""
+        self._drop_rolled_back()
         for group_id in list(self._state.groups):
             self._drop(group_id, "run_ended", f"step {self._recipe.steps} is trained")
         if not self._state.ended:
             self._emit(RunEnded(state="COMPLETED", steps=self._recipe.steps))
+
+    def _drop_rolled_back(self) -> None:
+        """Before anything else: nothing of a voided batch or of a lost shard is trained."""
+        for group_id, why in list(self._state.rolled_back.items()):
+            self._drop(group_id, "rolled_back", why)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +116,7 @@ class Planner:
 
     def _admit(self, group: Group) -> None:
         group_id, step = group.issued.group_id, self._state.last_batch + 1
-        age = staleness(step, _oldest_steps(group))
+        age = staleness(step, _oldest_steps(group, self._rollbacks))
         if age > self._recipe.orchestrator.max_staleness:
             self._drop(group_id, "stale", f"{age} for batch {step}, bound {self._recipe.orchestrator.max_staleness}")
         else:
@@ -116,9 +126,8 @@ class Planner:
         spec = self._recipe.orchestrator
         while self._state.last_batch < self._recipe.steps and len(self._ready) >= spec.prompts:
             chosen = [heapq.heappop(self._ready)[1] for _ in range(spec.prompts)]
-            self._emit(
-                make_batch([self._state.groups[group_id] for group_id in chosen], self._state.last_batch + 1, self._attempt)
-            )
+            groups = [self._state.groups[group_id] for group_id in chosen]
+            self._emit(make_batch(groups, self._state.last_batch + 1, self._attempt, self._rollbacks))
             left, self._ready = self._ready, []
             for _, group_id in left:
                 self._admit(self._state.groups[group_id])
@@ -234,16 +243,16 @@ class Planner:
         self._emit(Drop(group_id=group_id, reason=reason, detail=detail))
 
 
-def make_batch(groups: Sequence[Group], step: int, attempt: int) -> Batch:
+def make_batch(groups: Sequence[Group], step: int, attempt: int, rollbacks: Rollbacks) -> Batch:
     """Batch `step` of complete groups."""
-    members = tuple(BatchGroup(group_id=group.issued.group_id, members=_members(group)) for group in groups)
+    members = tuple(BatchGroup(group_id=group.issued.group_id, members=_members(group, rollbacks)) for group in groups)
     oldest = [member.oldest_step for group in members for member in group.members]
     return Batch(step=step, batch_id=f"b{step}.o{attempt}", groups=members, staleness=staleness(step, oldest))
 
 
-def _members(group: Group) -> tuple[BatchMember, ...]:
+def _members(group: Group, rollbacks: Rollbacks) -> tuple[BatchMember, ...]:
     return tuple(
-        BatchMember(ref=listed.ref, oldest_step=oldest_step(listed.entry.versions), reward=grade.grade.value)
+        BatchMember(ref=listed.ref, oldest_step=oldest_step(listed.entry.versions, rollbacks), reward=grade.grade.value)
         for listed, grade in zip(_listed(group), _grades(group), strict=True)
     )
 
@@ -256,8 +265,8 @@ def _grades(group: Group) -> list[GradeRef]:
     return [sample.grade for sample in group.samples if sample.grade is not None]
 
 
-def _oldest_steps(group: Group) -> list[int]:
-    return [oldest_step(listed.entry.versions) for listed in _listed(group)]
+def _oldest_steps(group: Group, rollbacks: Rollbacks) -> list[int]:
+    return [oldest_step(listed.entry.versions, rollbacks) for listed in _listed(group)]
 
 
 def _sample_limits(recipe: Recipe) -> dict[str, int]:

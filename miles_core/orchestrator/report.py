@@ -63,7 +63,8 @@ class Reporter:
 
     def _lengths(self, group_ids: Iterable[str]) -> list[int]:
         """Sampled tokens of each trajectory that the groups have so far."""
-        samples = (sample for group_id in group_ids for sample in self._state.groups[group_id].samples)
+        groups = (self._state.groups[group_id] for group_id in group_ids if group_id in self._state.groups)
+        samples = (sample for group in groups for sample in group.samples)
         return [sample.listed.entry.num_sampled_tokens for sample in samples if sample.listed is not None]
 
 

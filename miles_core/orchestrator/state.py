@@ -40,6 +40,7 @@ from miles_core.records import (
     number_of,
     sample_id,
 )
+from miles_core.rollbacks import Rollbacks
 
 
 class Receiver(NamedTuple):
@@ -127,7 +128,8 @@ def key_of(identifier: str) -> Key | None:
 class State:
     """The fold."""
 
-    def __init__(self) -> None:
+    def __init__(self, rollbacks: Rollbacks | None = None) -> None:
+        self._lost_shards = (rollbacks or Rollbacks()).lost_shards
         self.groups: dict[str, Group] = {}
         """Open groups, in issue order."""
         self.numbers: list[int] = []
@@ -144,6 +146,8 @@ class State:
         """Attempts that gave work back: they get no more."""
         self.cuts: dict[str, dict[int, Cut]] = {}
         """Recorded cuts, by writer and attempt; the first of an attempt counts."""
+        self.rolled_back: dict[str, str] = {}
+        """Groups that are to be dropped after a rollback, with the reason: of voided batches, and with rows in lost shards."""
         self.drops: Counter[str] = Counter()
         self.last_batch = 0
         self.trained_step = -1
@@ -175,6 +179,14 @@ class State:
         handler = self._apply.get(type(record))
         if handler is not None:
             handler(record)
+
+    def roll_back(self, record: Batch | RunEnded) -> None:
+        """Takes one record of that journal that a rollback voided: the groups are to be dropped, the end was none."""
+        self.applied += 1
+        if isinstance(record, Batch):
+            for group in record.groups:
+                self._close(group.group_id)
+                self.rolled_back[group.group_id] = f"of batch {record.step}, which was taken back"
 
     def fold(self, receiver: Receiver, record: Any) -> None:
         """Takes one accepted record of a replica's or grader's manifest."""
@@ -285,7 +297,8 @@ class State:
 
     def _drop(self, record: Drop) -> None:
         self.drops[record.reason] += 1
-        self._close(record.group_id)
+        if self.rolled_back.pop(record.group_id, None) is None or record.group_id in self.groups:
+            self._close(record.group_id)
 
     def _batch(self, record: Batch) -> None:
         self.last_batch = record.step
@@ -321,7 +334,9 @@ class State:
                 continue
             self._work[receiver].pop(key)
             fault = unusable(row)
-            if fault:
+            if record.path in self._lost_shards:
+                self.rolled_back[key.group_id] = f"{row.trajectory_id} was in {record.path}, which is lost"
+            elif fault:
                 self.sample(key).failure = f"{row.trajectory_id} {fault}"
                 self.lost[key] = None
             else:

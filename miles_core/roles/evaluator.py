@@ -100,12 +100,13 @@ class Evaluator:
     def __init__(self, context: RoleContext, make_scorer: Callable[[], Scorer]) -> None:
         self._context, self._make_scorer = context, make_scorer
         self._scorer: Scorer | None = None
-        self._learner = StepLog(context.follow(LEARNER))
+        self._learner = StepLog(context.follow(LEARNER), context.rollbacks)
 
     def run(self) -> None:
         """Records both points, then the completion record; returns early when asked to leave. Raises MilesError, LeaseLost."""
         journal, accepted = open_journal(self._context)
-        recorded = {item.record.version.step for item in accepted if isinstance(item.record, EvaluationPoint)}
+        versions = [item.record.version for item in accepted if isinstance(item.record, EvaluationPoint)]
+        recorded = {version.step for version in versions if not self._context.rollbacks.abandons(version)}
         for step in (0, self._context.recipe.steps):
             if step in recorded:
                 continue

@@ -81,7 +81,7 @@ class PolicyFeed:
 
     def __init__(self, context: RoleContext, engine: Engine, read: ReadVersion | None = None) -> None:
         self._engine, self._clock, self._timing, self._context = engine, context.clock, context.timing, context
-        self._steps = StepLog(context.follow("learner-0"))
+        self._steps = StepLog(context.follow("learner-0"), context.rollbacks)
         self._read = read or PolicyCopy(context.paths, context.run.run_id, self._steps, fs=context.fs).read
         self._failing_since: float | None = None
         self._retry_at = 0.0

@@ -19,12 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from miles_core.errors import LeaseLost, MilesError
 from miles_core.paths import RunPaths
 from miles_core.records import Cuts, Done, Version
+from miles_core.rollbacks import Rollbacks, read_rollbacks
 from miles_core.run import RunConfig, read_run
 from miles_core.runtime.machine import read_machine
 from miles_core.store.follow import Follower, Reading, cut_predecessors
@@ -122,6 +124,11 @@ class RoleContext:
 
     def _is_gap(self, now: float) -> bool:
         return now - self._renewed_at > self.timing.lease_s / 2
+
+    @cached_property
+    def rollbacks(self) -> Rollbacks:
+        """All rollbacks of the run: first asked for behind the own lease, there are no others while this attempt lives."""
+        return read_rollbacks(self.fs, self.paths)
 
     def journal(self) -> JournalWriter:
         """Opens this attempt's journal (its header is written at once, I2)."""

@@ -18,6 +18,7 @@ from miles_core.records import (
     Batch,
     Deleted,
     Deletion,
+    Done,
     Drained,
     Drop,
     EvaluationPoint,
@@ -26,12 +27,14 @@ from miles_core.records import (
     Intent,
     JobEnded,
     LivenessTable,
+    Rollback,
     RunClosed,
     RunEnded,
     ShardSealed,
     Submitted,
     parse_record,
 )
+from miles_core.rollbacks import Rollbacks, read_rollbacks
 from miles_core.run import RunConfig, all_writers, grader_writers, rollout_writers
 from miles_core.store.follow import Delivered, Follower, Reading
 from miles_core.store.fs import FileSystem
@@ -46,6 +49,8 @@ class Ledger:
     run: RunConfig
     steps: StepLog
     evaluations: dict[int, EvaluationPoint] = field(default_factory=dict)
+    abandoned_evaluations: list[EvaluationPoint] = field(default_factory=list)
+    """Points of versions that a rollback abandoned: they say nothing of this run's policy."""
     issued: int = 0
     open_groups: set[str] = field(default_factory=set)
     batches: dict[int, Batch] = field(default_factory=dict)
@@ -105,16 +110,21 @@ def read_ledger(run: RunConfig, paths: RunPaths) -> Ledger:
     fs = FileSystem()
     leases = _HeardFrom(fs, paths, run.run_id)
     reading = Reading(fs, leases, run.timing.visibility_s)
-    ledger = Ledger(run, StepLog(Follower(reading, paths.journal("learner-0"), "learner-0")))
+    rollbacks = read_rollbacks(fs, paths)
+    ledger = Ledger(run, StepLog(Follower(reading, paths.journal("learner-0"), "learner-0"), rollbacks))
     if not paths.leases.is_dir():
         return ledger
     while ledger.steps.poll():
         pass
     for item in _follow(reading, paths, "orchestrator-0"):
-        _fold_orchestrator(ledger, item.record)
+        if not rollbacks.voids(item.attempt, item.record):
+            _fold_orchestrator(ledger, item.record)
     for item in _follow(reading, paths, "evaluator-0"):
         if isinstance(item.record, EvaluationPoint):
-            ledger.evaluations[item.record.version.step] = item.record
+            if rollbacks.abandons(item.record.version):
+                ledger.abandoned_evaluations.append(item.record)
+            else:
+                ledger.evaluations[item.record.version.step] = item.record
     for record in read_all(reading, paths.journal("supervisor-0")):
         _fold_supervisor(ledger, record)
     for writer in [name for name, _ in rollout_writers(run.recipe)] + grader_writers(run.recipe):
@@ -124,8 +134,15 @@ def read_ledger(run: RunConfig, paths: RunPaths) -> Ledger:
                 ledger.shard_bytes += record.size_bytes
                 ledger.sampled_tokens += sum(row.num_sampled_tokens for row in record.rows)
     ledger.liveness = _read_table(fs, paths.liveness_table)
-    ledger.done = {writer for writer in all_writers(run.recipe) if paths.done(writer).exists()}
+    ledger.done = {writer for writer in all_writers(run.recipe) if _is_done(fs, paths, writer, rollbacks)}
     return ledger
+
+
+def _is_done(fs: FileSystem, paths: RunPaths, writer: str, rollbacks: Rollbacks) -> bool:
+    try:
+        return rollbacks.precede(writer, Done.model_validate_json(fs.read(paths.done(writer))).attempt)
+    except (OSError, ValidationError):
+        return False
 
 
 def read_all(reading: Reading, folder: Path) -> list[Any]:
@@ -176,6 +193,8 @@ def _fold_supervisor(ledger: Ledger, record: Any) -> None:
         ledger.deleted.update((item.name, item) for item in record.items)
     elif isinstance(record, RunClosed):
         ledger.closed = record
+    elif isinstance(record, Rollback):
+        ledger.closed = ledger.drained = None
 
 
 def _read_table(fs: FileSystem, path: Path) -> LivenessTable | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from miles_core.paths import RunPaths
-from miles_core.records import split_writer
+from miles_core.records import CheckpointSaved, Published, split_writer
 from miles_core.run import RunConfig, all_writers
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import Durability, publish_bytes
@@ -57,6 +57,7 @@ def summarize(ledger: Ledger, paths: RunPaths) -> dict[str, Any]:
             "bytes_full": sum(published.full_bytes or published.size_bytes for published in ledger.steps.published.values()),
         },
         "disk": _disk(ledger),
+        "rollbacks": [rollback.model_dump(exclude={"kind", "attempts"}) for rollback in ledger.steps.rollbacks.records],
         "jobs": [_job(ledger, writer) for writer in all_writers(ledger.run.recipe)],
         "incidents": [incident.model_dump(exclude={"kind"}) for incident in ledger.incidents],
     }
@@ -69,14 +70,20 @@ def _evaluation(ledger: Ledger) -> dict[str, Any]:
         "greedy_before": None if before is None else before.greedy_score,
         "greedy_after": None if after is None else after.greedy_score,
         "n": ledger.run.recipe.evaluation.problems,
+        "abandoned": [
+            {"step": point.version.step, "attempt": point.version.attempt, "greedy": point.greedy_score}
+            for point in ledger.abandoned_evaluations
+        ],
     }
 
 
 def _disk(ledger: Ledger) -> dict[str, dict[str, int]]:
     """Bytes that are left of what was announced, and bytes that the collector deleted; journals and logs are not in it."""
+    made = [*ledger.steps.published.values(), *ledger.steps.checkpoints.values(), *ledger.steps.abandoned]
+    checkpoints = [record for record in made if isinstance(record, CheckpointSaved)]
     written = {
-        "version": sum(published.size_bytes for published in ledger.steps.published.values()),
-        "checkpoint": sum(file.size_bytes for saved in ledger.steps.checkpoints.values() for file in saved.files),
+        "version": sum(record.size_bytes for record in made if isinstance(record, Published)),
+        "checkpoint": sum(file.size_bytes for record in checkpoints for file in record.files),
         "shard": ledger.shard_bytes,
     }
     deleted = Counter[str]()

@@ -31,6 +31,7 @@ from miles_core.records import (
     parse_record,
     split_writer,
 )
+from miles_core.rollbacks import read_rollbacks
 from miles_core.run import RunConfig, all_writers
 from miles_core.store.follow import Follower, Reading, poll_together
 from miles_core.store.fs import FileSystem
@@ -138,7 +139,8 @@ class TrackerFeed:
         self._followers = [Follower(self._reading, paths.journal(writer), writer) for writer in writers]
         self._supervisor = RecordTail(self._reading, paths.journal("supervisor-0"))
         self._points = [JsonTail(paths.metrics(writer, 1).parent) for writer in writers[:2]]
-        self.lineage = Lineage()
+        self._rollbacks = read_rollbacks(self._fs, paths)
+        self.lineage = Lineage(self._rollbacks)
         self._batches: dict[int, tuple[Batch, Counter[str]]] = {}
         self._drops: Counter[str] = Counter()
         self._learner_points: dict[int, Row] = {}
@@ -162,9 +164,10 @@ class TrackerFeed:
         for item in learner:
             self.lineage.fold(item)
         for item in orchestrator:
-            self._fold_orchestrator(item.record)
+            if not self._rollbacks.voids(item.attempt, item.record):
+                self._fold_orchestrator(item.record)
         for item in evaluator:
-            if isinstance(item.record, EvaluationPoint):
+            if isinstance(item.record, EvaluationPoint) and not self._rollbacks.abandons(item.record.version):
                 self._evaluations.setdefault(item.record.version.step, item.record)
         supervisor = self._supervisor.read()
         for record in supervisor:

@@ -21,6 +21,7 @@ from miles_core.records import (
     Intent,
     Order,
     Published,
+    Rollback,
     RunClosed,
     RunEnded,
     ShardEntry,
@@ -34,6 +35,7 @@ from miles_core.run import RunConfig, all_writers, grader_writers, rollout_write
 from miles_core.store.publish import check_file
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import read_shard
+from miles_core.verify.branches import check_rollbacks
 from miles_core.verify.joined import SELF_CUTTING, Joined, Shard
 from miles_core.verify.retention import check_deletions
 from miles_core.verify.streams import Fault, Files
@@ -96,6 +98,7 @@ def _read_once(root: Path) -> Verification:
     check_checkpoints(joined)
     check_evaluations(joined)
     check_deletions(joined)
+    check_rollbacks(joined)
     state = _check_end(joined)
     return Verification(run.run_id, state, _facts(joined), files.faults)
 
@@ -123,12 +126,12 @@ def _check_supervisor(joined: Joined) -> None:
 
 
 def _check_orchestrator(joined: Joined) -> None:
-    for _, record in joined.orchestrator:
-        _fold_orchestrator(joined, record)
+    for attempt, record in joined.orchestrator:
+        _fold_orchestrator(joined, joined.branches.of("orchestrator-0", attempt), record)
     _check_groups(joined)
 
 
-def _fold_orchestrator(joined: Joined, record: Any) -> None:
+def _fold_orchestrator(joined: Joined, branch: int, record: Any) -> None:
     fault = joined.files.fault
     if isinstance(record, GroupIssued):
         if record.group_id in joined.groups:
@@ -141,13 +144,20 @@ def _fold_orchestrator(joined: Joined, record: Any) -> None:
     elif isinstance(record, Drop):
         joined.ends[record.group_id].append(f"dropped as {record.reason}")
     elif isinstance(record, Batch):
-        if record.step in joined.batches:
-            fault("batch_twice", record.batch_id, f"a second batch for step {record.step}")
-        joined.batches.setdefault(record.step, record)
-        for group in record.groups:
-            joined.ends[group.group_id].append(f"in batch {record.step}")
-    elif isinstance(record, RunEnded):
+        _fold_batch(joined, branch, record)
+    elif isinstance(record, RunEnded) and branch == len(joined.branches.rollbacks):
         joined.ended = record
+
+
+def _fold_batch(joined: Joined, branch: int, batch: Batch) -> None:
+    if joined.branches.batch_of(branch, batch.step) is not None:
+        joined.files.fault("batch_twice", batch.batch_id, f"a second batch for step {batch.step}")
+    joined.branches.batches.setdefault((branch, batch.step), batch)
+    if joined.branches.lives(branch, batch.step):
+        joined.batches.setdefault(batch.step, batch)
+        joined.made_in.setdefault(batch.step, branch)
+        for group in batch.groups:
+            joined.ends[group.group_id].append(f"in batch {batch.step}")
 
 
 def _check_groups(joined: Joined) -> None:
@@ -171,6 +181,8 @@ def _check_shards(joined: Joined) -> None:
             if not isinstance(record, ShardSealed):
                 continue
             shard = joined.shards[record.path] = Shard(writer, attempt, record)
+            if record.path in joined.branches.lost_shards:
+                continue
             path = paths.root / record.path
             try:
                 check_file(path, record.size_bytes, record.digest)
@@ -236,28 +248,30 @@ def _check_steps(joined: Joined) -> None:
         if attempt in last and record.step != last[attempt] + 1:
             fault("step_order", f"learner attempt {attempt}", f"step {record.step} follows step {last[attempt]}")
         last[attempt] = record.step
-        joined.steps[record.step].append((attempt, record))
-        joined.known[Version(record.step, attempt)] = record
+        version = Version(record.step, attempt)
+        joined.known[version] = record
+        if not joined.branches.has_abandoned(version):
+            joined.steps[record.step].append((attempt, record))
+        _check_step(joined, attempt, record)
     for step in range(max(joined.steps, default=-1) + 1):
         if step not in joined.steps:
             fault("step_missing", f"step {step}", "no accepted step record, though later steps are there")
-    for step, records in joined.steps.items():
-        batch = joined.batches.get(step)
-        if step == 0:
-            continue
-        if batch is None:
-            fault("batch_missing", f"step {step}", "trained, but no accepted batch says what it was")
-            continue
-        digest = digest_record(batch)
-        for attempt, record in records:
-            if (record.batch_id, record.manifest_digest) != (batch.batch_id, digest):
-                fault(
-                    "manifest_digest",
-                    f"step {step}",
-                    f"attempt {attempt} trained {record.batch_id}, not the accepted {batch.batch_id}",
-                )
-            if record.staleness != batch.staleness:
-                fault("staleness", f"step {step}", f"record says {record.staleness}, batch says {batch.staleness}")
+
+
+def _check_step(joined: Joined, attempt: int, record: StepDone) -> None:
+    """All accepted records of one step name one batch, in each branch that of its own lineage."""
+    fault, step = joined.files.fault, record.step
+    if step == 0:
+        return
+    batch = joined.branches.batch_of(joined.branches.of("learner-0", attempt), step)
+    if batch is None:
+        fault("batch_missing", f"step {step}", "trained, but no accepted batch says what it was")
+        return
+    if (record.batch_id, record.manifest_digest) != (batch.batch_id, digest_record(batch)):
+        detail = f"attempt {attempt} trained {record.batch_id}, not the accepted {batch.batch_id}"
+        fault("manifest_digest", f"step {step}", detail)
+    if record.staleness != batch.staleness:
+        fault("staleness", f"step {step}", f"record says {record.staleness}, batch says {batch.staleness}")
 
 
 def _check_batches(joined: Joined) -> None:
@@ -317,8 +331,10 @@ def _check_member(joined: Joined, batch: Batch, group_id: str, member: BatchMemb
     row = shard.rows[ref.row]
     if (row.trajectory_id, row.group_id) != (ref.trajectory_id, group_id):
         fault("batch_row", where, f"row {ref.row} of {ref.shard} holds {row.trajectory_id} of group {row.group_id}")
-    if row.oldest_step != member.oldest_step:
-        fault("staleness", where, f"oldest step {member.oldest_step} in the batch, {row.oldest_step} in the row")
+    versions, branch = [Version(run.step, run.attempt) for run in row.versions], joined.made_in[batch.step]
+    oldest = min((joined.branches.counted_step(version, branch) for version in versions), default=None)
+    if oldest != member.oldest_step:
+        fault("staleness", where, f"oldest step {member.oldest_step} in the batch, {oldest} in the row")
     unknown = [run for run in row.versions if Version(run.step, run.attempt) not in joined.known]
     if unknown:
         fault("version_unknown", where, f"sampled by {unknown[0]}, which no accepted step record made")
@@ -339,8 +355,9 @@ def _check_member(joined: Joined, batch: Batch, group_id: str, member: BatchMemb
 
 def _check_end(joined: Joined) -> str:
     """The state, from the supervisor's last word or the orchestrator's; a COMPLETED run has no open group."""
-    closed = [record for _, record in joined.accepted("supervisor-0") if isinstance(record, RunClosed)]
-    state = closed[-1].state if closed else ("COMPLETED" if joined.ended is not None else "RUNNING")
+    closed = [record for _, record in joined.accepted("supervisor-0") if isinstance(record, RunClosed | Rollback)]
+    last = closed[-1] if closed else None
+    state = last.state if isinstance(last, RunClosed) else ("COMPLETED" if joined.ended is not None else "RUNNING")
     if state != "COMPLETED":
         return state
     fault, wanted = joined.files.fault, joined.recipe.steps
@@ -356,7 +373,8 @@ def _check_end(joined: Joined) -> str:
     for step in sorted({0, wanted} - joined.evaluated):
         fault("evaluation_missing", f"step {step}", "not evaluated, though the run is COMPLETED")
     for writer in SELF_CUTTING[1:]:
-        if writer not in joined.files.done:
+        done = joined.files.done.get(writer)
+        if done is None or joined.branches.of(writer, done.attempt) < len(joined.branches.rollbacks):
             fault("completion_record", f"done/{writer}.json", "not there, though the run is COMPLETED")
     for streams in joined.files.streams.values():
         stream = streams[max(streams)] if streams else None
@@ -378,8 +396,16 @@ def _facts(joined: Joined) -> dict[str, Any]:
         "attempts": {writer: len(streams) for writer, streams in joined.files.streams.items() if streams},
         "shards": len(joined.shards),
         "versions": len([1 for _, record in joined.learner if isinstance(record, Published)]),
+        "rows_lost": _rows_lost(joined),
+        "rollbacks": [f"to step {rollback.step} of {rollback.last_step}" for rollback in joined.branches.rollbacks],
         "deleted": dict(Counter(item.what for item in joined.deleted.values())),
     }
+
+
+def _rows_lost(joined: Joined) -> int:
+    """Trained rows in shards that a rollback named as lost: their digests stand in the journals, nothing else can be proved."""
+    members = (member for batch in joined.batches.values() for group in batch.groups for member in group.members)
+    return sum(member.ref.shard in joined.branches.lost_shards for member in members)
 
 
 def _owners(joined: Joined, open_groups: list[str]) -> dict[str, int]:

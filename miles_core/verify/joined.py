@@ -21,6 +21,7 @@ from miles_core.records import (
 )
 from miles_core.run import RunConfig, all_writers, rollout_writers
 from miles_core.trajectories.schema import Trajectory
+from miles_core.verify.branches import Branches
 from miles_core.verify.streams import Files
 
 SELF_CUTTING = ("supervisor-0", "orchestrator-0", "learner-0", "evaluator-0")
@@ -41,6 +42,7 @@ class Joined:
 
     def __init__(self, files: Files, run: RunConfig) -> None:
         self.files, self.run, self.recipe = files, run, run.recipe
+        self.branches = Branches(files)
         for writer in ["supervisor-0", *all_writers(run.recipe)]:
             files.read_writer(writer)
         for writer in SELF_CUTTING:
@@ -51,10 +53,14 @@ class Joined:
         self.groups: dict[str, GroupIssued] = {}
         self.ends: dict[str, list[str]] = defaultdict(list)
         self.batches: dict[int, Batch] = {}
+        """Those of the newest branch, by step; `branches` has all."""
+        self.made_in: dict[int, int] = {}
+        """The branch that made each of them."""
         self.orders: dict[str, Order] = {}
         self.chosen: dict[str, Any] = {}
         self.shards: dict[str, Shard] = {}
         self.steps: dict[int, list[tuple[int, StepDone]]] = defaultdict(list)
+        """Records of the newest branch, also those it took over; `known` has all."""
         self.known: dict[Version, StepDone] = {}
         self.ended: RunEnded | None = None
         self.evaluated: set[int] = set()

@@ -42,26 +42,45 @@ def _announced(joined: Joined) -> dict[str, tuple[str, int, str]]:
 
 
 def _needed_versions(joined: Joined) -> set[str]:
-    """Folders of the two newest anchors and of all that was published after the older one."""
-    published = [record for _, record in joined.learner if isinstance(record, Published)]
+    """Folders of the two newest anchors and of all that was published after the older one.
+
+    After a rollback those of attempts before it may have gone while newer ones were there, which are abandoned now.
+    """
+    branches = joined.branches
+    published = [
+        record
+        for attempt, record in joined.learner
+        if isinstance(record, Published) and branches.of("learner-0", attempt) == len(branches.rollbacks)
+    ]
     published.sort(key=lambda record: (record.version.attempt, record.version.step))
     anchors = [index for index, record in enumerate(published) if record.base is None]
     return {record.folder for record in published[anchors[-ANCHORS:][0] :]} if anchors else set()
 
 
+def _checkpoints(joined: Joined) -> dict[int, str]:
+    """Folder of the newest attempt's checkpoint of each step, from the last rollback's on."""
+    least = joined.branches.rollbacks[-1].step if joined.branches.rollbacks else 0
+    return {
+        record.step: record.folder
+        for attempt, record in joined.learner
+        if isinstance(record, CheckpointSaved)
+        and record.step >= least
+        and not joined.branches.has_abandoned(Version(record.step, attempt))
+    }
+
+
 def _needed_checkpoints(joined: Joined) -> set[str]:
-    """Folders of the newest checkpoints, of each step the newest attempt's."""
-    newest: dict[int, str] = {}
-    for attempt, record in joined.learner:
-        if isinstance(record, CheckpointSaved) and Version(record.step, attempt) in joined.known:
-            newest[record.step] = record.folder
-    return {newest[step] for step in sorted(newest)[-joined.recipe.retention.checkpoints :]}
+    """Folders of the newest checkpoints."""
+    saved = _checkpoints(joined)
+    return {saved[step] for step in sorted(saved)[-joined.recipe.retention.checkpoints :]}
 
 
 def _needed_shards(joined: Joined) -> set[str]:
-    """Shards with a group that is open, or in a batch behind the oldest checkpoint that stays."""
-    steps = sorted({record.step for _, record in joined.learner if isinstance(record, CheckpointSaved)})
-    oldest = steps[-joined.recipe.retention.checkpoints] if len(steps) >= joined.recipe.retention.checkpoints else -1
+    """Shards with a group that is open, or in a batch behind the oldest checkpoint that stays (or behind a rollback)."""
+    steps, count = sorted(_checkpoints(joined)), joined.recipe.retention.checkpoints
+    oldest = steps[-count] if len(steps) >= count else -1
+    if joined.branches.rollbacks:
+        oldest = max(oldest, joined.branches.rollbacks[-1].step)
     groups = {group for group in joined.groups if group not in joined.ends}
     for step, batch in joined.batches.items():
         if step > oldest:

@@ -38,7 +38,8 @@ def check_versions(joined: Joined) -> None:
             _check_version_files(joined, record, paths.root / record.folder)
             _prove_weights(joined, record, copy)
     final = joined.recipe.steps
-    if joined.ended is not None and not any(version.step == final for version in published):
+    lasting = (version for version in published if not joined.branches.has_abandoned(version))
+    if joined.ended is not None and not any(version.step == final for version in lasting):
         fault("version_missing", f"version {final}", "the run ended, but its last version was not published")
 
 
@@ -98,11 +99,15 @@ def check_checkpoints(joined: Joined) -> None:
 def check_evaluations(joined: Joined) -> None:
     """Points are of accepted weights and of the recipe's problems."""
     fault, wanted = joined.files.fault, joined.recipe.evaluation.problems
-    for _, record in joined.accepted("evaluator-0"):
+    branches = joined.branches
+    for attempt, record in joined.accepted("evaluator-0"):
         if not isinstance(record, EvaluationPoint):
             continue
         where, step = f"version {tuple(record.version)}", joined.known.get(record.version)
-        joined.evaluated.add(record.version.step)
+        if not branches.has_abandoned(record.version):
+            joined.evaluated.add(record.version.step)
+        elif not branches.lived_on(record.version, branches.of("evaluator-0", attempt)):
+            fault("abandoned_version", where, "evaluated after a rollback abandoned it")
         if step is None or step.weights_digest != record.weights_digest:
             fault("evaluation", where, "evaluated weights that no accepted step made")
         if record.num_problems != wanted or not 0.0 <= record.greedy_score <= 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -39,10 +40,22 @@ class Audit:
             self._files.read_writer(writer)
         for writer in SELF_CUTTING:
             self._files.apply_own_cuts(writer)
-        self.decisions = [record for _, record in self._accepted("orchestrator-0")]
+        self._rollbacks = [
+            json.loads(path.read_text()) for path in sorted(cluster.paths.rollback(1).parent.glob("rollback-*.json"))
+        ]
+        self.voided: list[Batch] = []
+        """Batches that a rollback took back."""
+        self.decisions: list[Any] = []
+        for attempt, record in self._accepted("orchestrator-0"):
+            later = [rollback["step"] for rollback in self._after("orchestrator-0", attempt)]
+            if isinstance(record, Batch) and record.step > min(later, default=record.step):
+                self.voided.append(record)
+            elif not (isinstance(record, RunEnded) and later):
+                self.decisions.append(record)
         for cut in self._of(WriterCut):
             self._files.apply_cut(cut.cut.writer, cut.cut)
         self.listed: dict[str, tuple[str, int, ShardEntry]] = {}
+        self.rows_of: dict[str, tuple[ShardEntry, ...]] = {}
         self.gone: dict[tuple[str, str], str] = {}
         self.grades: set[tuple[str, str, int, float]] = set()
         self._read_workers()
@@ -50,8 +63,21 @@ class Audit:
         self.known: set[Version] = set()
         for attempt, record in self._accepted("learner-0"):
             if isinstance(record, StepDone):
-                self.steps[record.step].append(record)
                 self.known.add(Version(record.step, attempt))
+                if self._fork(Version(record.step, attempt)) == record.step:
+                    self.steps[record.step].append(record)
+
+    def _after(self, writer: str, attempt: int) -> list[dict[str, Any]]:
+        """Rollbacks that came after an attempt."""
+        return [rollback for rollback in self._rollbacks if attempt <= rollback["attempts"][writer]]
+
+    def age_at(self, step: int, version: Version) -> int:
+        """Steps from a version to the one before `step`, back to the last rollback below it and forward again."""
+        return (version.step - self._fork(version)) + (step - 1 - self._fork(version))
+
+    def _fork(self, version: Version) -> int:
+        """The last step at or before a version that was never abandoned."""
+        return min([rollback["step"] for rollback in self._after("learner-0", version.attempt)] + [version.step])
 
     def _accepted(self, writer: str) -> list[tuple[int, Any]]:
         streams = self._files.streams[writer]
@@ -64,6 +90,7 @@ class Audit:
         for writer, _ in rollout_writers(self.recipe):
             for attempt, record in self._accepted(writer):
                 if isinstance(record, ShardSealed):
+                    self.rows_of[record.path] = record.rows
                     for row in record.rows:
                         self.listed[row.trajectory_id] = (writer, attempt, row)
                         if row.status == "failed":
@@ -90,6 +117,11 @@ class Audit:
         issued = [record.group_id for record in self._of(GroupIssued)]
         left = [group.group_id for batch in self._of(Batch) for group in batch.groups]
         left += [record.group_id for record in self._of(Drop)]
+        taken_back = {group.group_id for batch in self.voided for group in batch.groups}
+        lost = {shard for rollback in self._rollbacks for shard in rollback["lost"]}
+        with_lost_rows = {row.group_id for shard in lost for row in self.rows_of.get(shard, ())}
+        rolled_back = {record.group_id for record in self._of(Drop) if record.reason == "rolled_back"}
+        assert taken_back <= rolled_back <= taken_back | with_lost_rows
         assert len(set(issued)) == len(issued)
         assert Counter(issued) == Counter(left)
         assert len(self._of(RunEnded)) == 1
@@ -108,7 +140,7 @@ class Audit:
         chosen = {ref.trajectory_id: ref for record in self._of(GradesChosen) for ref in record.grades}
         for batch in self._of(Batch):
             assert len(batch.groups) == self.recipe.orchestrator.prompts
-            oldest = []
+            ages = []
             for group in batch.groups:
                 rows = [self.listed[member.ref.trajectory_id] for member in group.members]
                 wanted = [sample_id(group.group_id, index) for index in range(self.recipe.orchestrator.samples)]
@@ -119,8 +151,8 @@ class Audit:
                     assert row.status in ("complete", "truncated") and set(row.versions) <= self.known
                     assert min(version.step for version in row.versions) >= order.min_step
                     assert (row.trajectory_id, grade.grader, grade.grader_attempt, member.reward) in self.grades
-                    oldest.append(min(version.step for version in row.versions))
-            assert 0 <= batch.staleness == batch.step - 1 - min(oldest) <= self.recipe.orchestrator.max_staleness
+                    ages += [self.age_at(batch.step, version) for version in row.versions]
+            assert 0 <= batch.staleness == max(ages) <= self.recipe.orchestrator.max_staleness
 
     def check_ownership(self) -> None:
         """A sample is given out again only when its owner was cut before, or listed it as failed, or returned it (I10)."""

@@ -17,6 +17,7 @@ from miles_core.paths import RunPaths
 from miles_core.policy.lineage import StepLog
 from miles_core.recipe import EnvironmentSpec, EvaluationSpec, LearnerSpec, ModelSpec, OrchestratorSpec, Recipe, Timing
 from miles_core.records import Batch, BatchGroup, BatchMember, Cut, Cuts, FileDigest, RunEnded, TrajectoryRef
+from miles_core.rollbacks import read_rollbacks
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Follower, Reading
@@ -195,7 +196,7 @@ def read_lineage(run: RunConfig, paths: RunPaths) -> StepLog:
     """The learner's lineage, as a fresh reader of the run directory accepts it. Its clock runs ahead: no pause is needed."""
     leases = LeaseFolder(FileSystem(), paths.leases, run.run_id)
     reading = Reading(FileSystem(), leases, VISIBILITY_S, clock=itertools.count(0.0, 10.0).__next__)
-    steps = StepLog(Follower(reading, paths.journal("learner-0"), "learner-0"))
+    steps = StepLog(Follower(reading, paths.journal("learner-0"), "learner-0"), read_rollbacks(FileSystem(), paths))
     empty_polls = 0
     while empty_polls < 5:
         empty_polls = 0 if steps.poll() else empty_polls + 1

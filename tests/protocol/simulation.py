@@ -18,13 +18,16 @@ from pathlib import Path
 import xxhash
 
 from cluster.collector import Collector
+from cluster.rollback import roll_back
 from miles_core.errors import LeaseLost
 from miles_core.orchestrator.loop import Orchestrator
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe, Timing
-from miles_core.records import Cuts, Intent, JobEnded, RunClosed, Submitted, split_writer
+from miles_core.records import Deletion, Done, Intent, JobEnded, Rollback, RunClosed, Submitted, split_writer
+from miles_core.rollbacks import Rollbacks
 from miles_core.run import RunConfig, all_writers
 from miles_core.runtime.context import RoleContext
+from miles_core.runtime.succession import open_journal
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
 from miles_core.store.publish import publish_bytes
@@ -221,7 +224,7 @@ class Process:
             self._beat(now)
             next(self._steps)
         except StopIteration:
-            self.end = "done" if self.cluster.paths.done(self.writer).exists() else "left"
+            self.end = "done" if self.cluster.is_done(self.writer) else "left"
         except LeaseLost:
             self.end = "lost"
         except Killed:
@@ -301,8 +304,9 @@ class SimCluster:
         self.attempts: dict[str, int] = {}
         self._starts: list[_Start] = []
         self.ticks = 0
+        self.rollbacks = Rollbacks()
+        self.epoch = 0
         self._supervisor = self._open_supervisor()
-        self._collector = Collector(self._supervisor_context, self._supervisor.write)
 
     # --- the supervisor ----------------------------------------------------------------------------------------------
 
@@ -331,15 +335,47 @@ class SimCluster:
         for process in self.processes:
             process.context.metrics.close()
 
-    def _open_supervisor(self) -> JournalWriter:
+    def roll_back(self) -> Rollback:
+        """A rollback in an epoch of its own; then a supervisor that starts everybody again."""
+        rollback = roll_back(self.take_epoch())
+        self._supervisor = self._open_supervisor()
+        self.rollbacks = self.supervisor_context.rollbacks
+        for writer in all_writers(self.recipe):
+            self.attempts[writer] = rollback.attempts[writer] + 1
+            self._starts.append(_Start(self.clock() + self.rng.uniform(0, 6), writer, self.attempts[writer]))
+        return rollback
+
+    def end_jobs(self, why: str, zombies: tuple[str, ...]) -> None:
+        """All jobs end, but for zombies, which stand still for a while; every writer is retired and the run closed."""
+        for process in filter(lambda process: process.lives, self.processes):
+            if process.writer in zombies:
+                process.frozen_until = self.clock() + self.rng.uniform(2, 25)
+            else:
+                process.end = "killed"
+        for writer in all_writers(self.recipe):
+            if not self.is_done(writer) and self.newest(writer).attempt == self.attempts[writer]:
+                self._leases.tombstone(writer, self.attempts[writer] + 1, "grave")
+        self._starts.clear()
+        self._supervisor.write(RunClosed(state="NEEDS_ROLLBACK", detail=why, unix_s=self.clock()))
+
+    def take_epoch(self) -> RoleContext:
+        """The next epoch's context, with its lease."""
+        self.epoch += 1
         context = RoleContext(
-            self.run, self.paths, "supervisor-0", 1, token=token("supervisor-0", 1), fs=NodeFS(self.disk, "supervisor-0.a1"),
-            clock=self.clock, sleep=self.clock.advance,
+            self.run, self.paths, "supervisor-0", self.epoch, token=token("supervisor-0", self.epoch),
+            fs=NodeFS(self.disk, f"supervisor-0.a{self.epoch}"), clock=self.clock, sleep=self.clock.advance,
         )  # fmt: skip
-        self._supervisor_context, self._leases = context, context.leases
-        context.leases.acquire("supervisor-0", 1, context.token)
-        journal = context.journal()
-        journal.write(Cuts())
+        context.leases.acquire("supervisor-0", self.epoch, context.token)
+        return context
+
+    def _open_supervisor(self) -> JournalWriter:
+        context = self.supervisor_context = self.take_epoch()
+        self._leases = context.leases
+        journal, accepted = open_journal(context)
+        self._collector = Collector(context, journal.write)
+        for item in accepted:
+            if isinstance(item.record, Deletion):
+                self._collector.fold(item.record)
         return journal
 
     def _begin(self, writer: str, attempt: int) -> None:
@@ -375,7 +411,7 @@ class SimCluster:
         """Whatever ended without a completion record is started again."""
         for writer, attempt in list(self.attempts.items()):
             process = self.newest(writer)
-            if process.attempt == attempt and not process.lives and not self.paths.done(writer).exists():
+            if process.attempt == attempt and not process.lives and not self.is_done(writer):
                 self.replace(writer, after_s=self.rng.uniform(0, 6))
 
     def run_until(self, condition: Callable[[], bool], most_ticks: int = 20_000) -> None:
@@ -391,7 +427,17 @@ class SimCluster:
 
     def is_over(self) -> bool:
         """Every role of the recipe is done."""
-        return all(self.paths.done(writer).exists() for writer in all_writers(self.recipe))
+        return all(self.is_done(writer) for writer in all_writers(self.recipe))
+
+    def read_done(self, writer: str) -> Done | None:
+        """The completion record that counts."""
+        path = self.paths.done(writer)
+        done = Done.model_validate_json(path.read_bytes()) if path.exists() else None
+        return done if done is not None and self.rollbacks.precede(writer, done.attempt) else None
+
+    def is_done(self, writer: str) -> bool:
+        """The role's completion record is there and counts."""
+        return self.read_done(writer) is not None
 
     def describe(self) -> str:
         """Every process in a few words."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from miles_core.errors import NeedsRollback
 from miles_core.grading.base import Grade
+from miles_core.learner.checkpoints import newest_valid
 from miles_core.orchestrator.loop import Orchestrator
 from miles_core.policy.lineage import Lineage, StepLog
 from miles_core.records import (
@@ -111,7 +113,7 @@ class Rollout:
     def __init__(self, process: Process, journal: JournalWriter) -> None:
         self.process, self.context, self.journal = process, process.context, journal
         self.inbox = Inbox(process.context)
-        self.steps = StepLog(process.context.follow("learner-0"))
+        self.steps = StepLog(process.context.follow("learner-0"), process.context.rollbacks)
         self.queue: list[_Running] = []
         self.running: list[_Running] = []
         self.made: list[str] = []
@@ -273,10 +275,11 @@ class Learner:
     def __init__(self, process: Process) -> None:
         self.process, self.context = process, process.context
         self.journal, accepted = open_journal(process.context)
-        self.lineage = Lineage()
+        self.lineage = Lineage(process.context.rollbacks)
         for item in accepted:
             self.lineage.fold(item)
-        self.step = max((version.step for version in self.lineage.checkpoints), default=0)
+        found = newest_valid(process.context.paths, self.lineage)
+        self.step = 0 if found is None else found[0].step
         self.last = self.lineage.newest_step
         self.batches: dict[int, Batch] = {}
         self.follower = process.context.follow("orchestrator-0")
@@ -297,7 +300,7 @@ class Learner:
     def poll(self) -> None:
         """Takes new batches."""
         for item in self.follower.poll():
-            if isinstance(item.record, Batch):
+            if isinstance(item.record, Batch) and not self.context.rollbacks.voids(item.attempt, item.record):
                 other = self.batches.setdefault(item.record.step, item.record)
                 assert other == item.record, f"two batches {item.record.step}: {other.batch_id}, {item.record.batch_id}"
 
@@ -306,8 +309,9 @@ class Learner:
         for _ in range(self.process.rng.randrange(1, 10)):
             yield
         members = [member for group in batch.groups for member in group.members]
-        for member in members:
-            assert self.process.cluster.real_files is False or self.context.paths.resolve(member.ref.shard).exists()
+        for shard in {member.ref.shard for member in members} if self.process.cluster.real_files else ():
+            if not self.context.paths.resolve(shard).exists():
+                raise NeedsRollback(f"batch {batch.step} needs {shard}")
         digest = digest_record(batch)
         record = StepDone(
             step=batch.step, batch_id=batch.batch_id, manifest_digest=digest, weights_digest=self._digest(batch.step, digest),
@@ -362,10 +366,19 @@ class Learner:
 
 
 def learner(process: Process) -> Steps:
-    """Trains to the last step; asked to leave, it leaves between two steps."""
+    """Trains to the last step; asked to leave, it leaves between two steps; without a shard it gives up."""
     yield from _until_cuttable(process)
     this = Learner(process)
     process.has_started, process.context.state = True, "training"
+    try:
+        yield from _train(process, this)
+    except NeedsRollback as missing:
+        detail = str(missing)
+        while not _patiently(lambda: process.context.finish(this.journal, "needs_rollback", detail)):
+            yield
+
+
+def _train(process: Process, this: Learner) -> Steps:
     yield from this.begin()
     while this.step < process.context.recipe.steps:
         if process.context.leave.is_set():
@@ -412,8 +425,9 @@ def evaluator(process: Process) -> Steps:
     context = process.context
     journal, accepted = open_journal(context)
     process.has_started = True
-    steps = StepLog(context.follow("learner-0"))
-    recorded = {item.record.version.step for item in accepted if isinstance(item.record, EvaluationPoint)}
+    steps = StepLog(context.follow("learner-0"), context.rollbacks)
+    versions = [item.record.version for item in accepted if isinstance(item.record, EvaluationPoint)]
+    recorded = {version.step for version in versions if not context.rollbacks.abandons(version)}
     for step in sorted({0, context.recipe.steps} - recorded):
         context.state = f"waiting: version {step}"
         while steps.published_at(step) is None:

@@ -9,6 +9,7 @@ import pytest
 from miles_core.orchestrator.decide import Balancer, derive_seed, min_step, num_to_issue, oldest_step, staleness, unusable
 from miles_core.orchestrator.state import Key, Receiver, key_of
 from miles_core.records import ShardEntry, Version, number_of
+from miles_core.rollbacks import Rollbacks
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_minimum_version_is_never_one_that_waits_for_the_group_itself() -> Non
 def test_staleness_counts_from_the_version_before_the_step() -> None:
     assert staleness(5, [4, 4]) == 0
     assert staleness(5, [4, 1]) == 3
-    assert oldest_step([Version(3, 2), Version(1, 1), Version(2, 2)]) == 1
+    assert oldest_step([Version(3, 2), Version(1, 1), Version(2, 2)], Rollbacks()) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.drain import DrainRequest, lift_drain, request_drain
-from cluster.epoch import read_outcome
+from cluster.epoch import read_closed, read_outcome, take_epoch
 from cluster.evidence import RoleRecord
+from cluster.rollback import roll_back
 from cluster.scheduler import JobSpec
 from cluster.slurm.client import SlurmScheduler
 from miles_core.errors import DeadlineExceeded, HeldElsewhere, LeaseLost, NeedsRollback, NodesLost, SchedulerError
@@ -18,7 +19,7 @@ from miles_core.records import Drained, Intent
 from miles_core.store.lease import LeaseFolder
 from miles_core.tracking.ledger import read_ledger
 from tests.unit.fake_slurm import LIVE
-from tests.unit.supervised_site import Killed, Site, attempt_of
+from tests.unit.supervised_site import FlakyFS, Killed, Site, attempt_of
 
 
 @pytest.fixture
@@ -524,6 +525,27 @@ def test_a_learner_that_cannot_replay_ends_the_run(site: Site) -> None:
     with pytest.raises(NeedsRollback, match="shard x is gone"):
         site.supervisor().run()
     assert site.running() == set()
+
+
+def test_after_a_rollback_everybody_starts_again_and_old_words_on_ends_do_not_count(site: Site) -> None:
+    site.start_all()
+    site.train(0)
+    site.train(1)
+    site.finish("orchestrator-0", "evaluator-0")
+    site.finish("learner-0", outcome="needs_rollback", detail="shard x is gone")
+    with pytest.raises(NeedsRollback):
+        site.supervisor().run()
+    assert read_closed(site.run, site.paths) is not None
+    site.fs = FlakyFS()
+    context = take_epoch(site.context, takeover=False)
+    rollback = roll_back(context)
+    context.stop()
+    assert (rollback.step, rollback.last_step, rollback.missing) == (0, 1, "shard x is gone")
+    assert read_closed(site.run, site.paths) is None
+    site.run_until(site.supervisor(takeover=True), lambda: len(site.running()) == len(site.writers))
+    assert site.running() == {(writer, rollback.attempts[writer] + 1) for writer in site.writers}
+    assert site.incidents("role_lost") == site.incidents("role_replaced") == []
+    assert len(site.incidents("rolled_back")) == 1
 
 
 def test_a_completion_record_that_is_seen_late_starts_nobody(site: Site) -> None:
