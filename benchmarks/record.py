@@ -18,14 +18,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from miles_core.environments.sandbox_kind import sandbox_kind
+
 HERE = Path(__file__).resolve().parent
+RECIPE = "shell_puzzle"
 SEEDS = (0, 1, 2)
 
 
 def run(name: str, root: Path, *settings: str) -> dict[str, Any]:
     """One run of the quickstart; its summary with the wall time of the whole command."""
-    start = time.monotonic()
-    command = [sys.executable, "-m", "flows.cli", "run", "chain_sum", "--run-id", name]
+    start, load = time.monotonic(), round(os.getloadavg()[0], 2)
+    command = [sys.executable, "-m", "flows.cli", "run", RECIPE, "--run-id", name]
     for setting in settings:
         command += ["--set", setting]
     subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(HERE.parent)}, check=True)
@@ -36,7 +39,8 @@ def run(name: str, root: Path, *settings: str) -> dict[str, Any]:
     )  # fmt: skip
     summary: dict[str, Any] = json.loads((root / "runs" / name / "reports" / "summary.json").read_text())
     overlap = summary["seconds"]["both_busy"] / summary["seconds"]["learner_busy"]
-    return {"name": name, "settings": list(settings), "wall_s": wall_s, "verify_ok": verified.returncode == 0,
+    return {"name": name, "settings": list(settings), "load_before": load, "wall_s": wall_s,
+            "verify_ok": verified.returncode == 0,
             "both_busy_over_learner_busy": round(overlap, 3), "summary": summary}  # fmt: skip
 
 
@@ -44,6 +48,7 @@ def machine() -> dict[str, Any]:
     """What it ran on."""
     models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     return {"cpu": models[0] if models else platform.processor(), "cores": len(os.sched_getaffinity(0)),
+            "sandbox": sandbox_kind().name,
             "python": platform.python_version(), "date": time.strftime("%Y-%m-%d", time.gmtime())}  # fmt: skip
 
 
@@ -58,7 +63,7 @@ def main() -> None:
         "greedy_after": statistics.median(item["summary"]["eval"]["greedy_after"] for item in runs),
         "wall_s": statistics.median(item["wall_s"] for item in runs),
     }
-    result = {"machine": machine(), "recipe": "chain_sum", "runs": runs, "control_lr0": control, "median_of_seeds": medians}
+    result = {"machine": machine(), "recipe": RECIPE, "runs": runs, "control_lr0": control, "median_of_seeds": medians}
     (HERE / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"{'run':10} {'reward first5 -> last5':24} {'greedy before -> after':24} {'both/learner':12} {'wall s':7} verify")
     for item in [*runs, control]:
