@@ -23,7 +23,7 @@ from miles_core.routers import Experts, find_routers
 from miles_core.trajectories.schema import Trajectory
 from tests.unit.test_batching import trajectory
 from tests.unit.test_expert_record import own_choices
-from tests.unit.test_trainer import finish, make_batch, start
+from tests.unit.test_trainer import assert_same_bytes, finish, make_batch, start
 from tests.unit.tiny_models import save_tiny_model, tiny_model
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
@@ -333,6 +333,28 @@ def test_deepspeed_replays_through_all_its_stages(folder: Path, stage: int) -> N
     loss.backward()
     total = torch.cat([tensor.grad.flatten() for tensor in weights.values() if tensor.grad is not None]).norm()
     assert metrics["grad_norm"] == pytest.approx(float(total), rel=1e-4)
+
+
+def test_the_same_records_give_the_same_bytes_and_other_records_others(folder: Path) -> None:
+    rows, advantages = recorded_batch(mixture(seed=1))
+    own = recorded_batch(mixture())[0]
+
+    def trained(experts_of: list[Trajectory]) -> dict[str, torch.Tensor]:
+        trainer = Trainer(folder, LearnerSpec(lr=1e-3, ramp_steps=0), "float32")
+        trainer.train([replace(row, experts=other.experts) for row, other in zip(rows, experts_of, strict=True)], advantages, 1)
+        return trainer.state_tensors()
+
+    first, again, other = trained(rows), trained(rows), trained(own)
+    assert_same_bytes(first, again)
+    assert not torch.equal(first["model.layers.0.mlp.gate.weight"], other["model.layers.0.mlp.gate.weight"])
+
+
+def test_a_bfloat16_learner_replays_too(folder: Path) -> None:
+    rows = sampled_in_bfloat16(16)
+    advantages = np.where(np.arange(16) % 2 == 0, 1.0, -1.0)
+    found = Trainer(folder, LearnerSpec(minibatches=1), "bfloat16").train(rows, advantages, 1)
+    assert found["k3"] < 1e-3 and found["routing_changed_frac"] < 0.05 and found["routing_missing_tokens"] == 0
+    assert 0 < found["grad_norm"] < np.inf
 
 
 def uneven_batch() -> tuple[list[Trajectory], Any]:
