@@ -348,7 +348,20 @@ def drill(
     drill_recipe(recipe, cluster, plan, run_id, settings, as_json=as_json)
 
 
-Folder = Annotated[Path, typer.Option(help="Folder of the cluster.")]
+def _folder(text: str) -> Path:
+    """A folder that is there or can be. Raises typer.BadParameter."""
+    try:
+        folder = Path(text).expanduser()
+        is_wrong = not text or (folder.exists() and not folder.is_dir()) or (folder.is_symlink() and not folder.exists())
+        is_wrong = is_wrong or any(parent.is_file() for parent in folder.parents)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise typer.BadParameter(f"{text!r} cannot be a folder: {error}") from error
+    if is_wrong:
+        raise typer.BadParameter(f"{text!r} is not a folder")
+    return folder
+
+
+Folder = Annotated[Path, typer.Option(help="Folder of the cluster.", parser=_folder, metavar="FOLDER")]
 DEVSLURM_FOLDER = Path("~/.cache/miles/devslurm")
 
 

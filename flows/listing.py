@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from flows.damage import bad_frames
 from flows.output import columns, print_json, print_text
 from flows.places import RUN_FILE
 from miles_core.errors import MilesError
@@ -35,19 +36,21 @@ def run_row(folder: Path) -> Row:
     try:
         run, paths = read_run(folder)
         ledger = read_ledger(run, paths)
+        damage = bad_frames(paths, ("supervisor-0", "learner-0"))
     except (MilesError, OSError) as error:
         return {"run_id": folder.name, "root": str(folder.resolve()), "state": "UNREADABLE", "error": str(error)}
     return {
         "run_id": run.run_id, "root": str(folder.resolve()), "state": ledger.state, "step": max(ledger.steps.newest_step, 0),
         "steps": run.recipe.steps, "recipe": run.recipe.name, "cluster": run.cluster.get("name"),
-        "created_unix_s": run.created_s,
+        "created_unix_s": run.created_s, "damage": damage,
     }  # fmt: skip
 
 
 def _run_cells(row: Row) -> tuple[str, str, str]:
     if row["state"] == "UNREADABLE":
         return row["run_id"], row["state"], row["error"].partition("\n")[0]
-    return row["run_id"], row["state"], f"step {row['step']}/{row['steps']}  {row['recipe']} on {row['cluster']}"
+    damage = f"  ! {row['damage'][0]}" if row["damage"] else ""
+    return row["run_id"], row["state"], f"step {row['step']}/{row['steps']}  {row['recipe']} on {row['cluster']}{damage}"
 
 
 def print_recipes(*, as_json: bool) -> None:

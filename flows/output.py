@@ -20,7 +20,9 @@ READER_LEFT_EXIT_CODE = 141
 
 def print_text(text: str) -> None:
     """Lines on stdout, in one write: a reader that wants only the first of them (`| head`) has them all before it leaves."""
-    sys.stdout.write(f"{text}\n")
+    encoding = sys.stdout.encoding or "utf-8"
+    # A name of a file may hold what is no text.
+    sys.stdout.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 

@@ -16,6 +16,7 @@ from cluster.epoch import read_cluster
 from cluster.job_spec import token_of
 from cluster.scheduler import JobView, Phase
 from cluster.schedulers import make_scheduler
+from flows.damage import bad_frames
 from flows.figures import Pace, Point, newest_attempts, pace, read_tails, signs
 from flows.symptoms import Symptom, diagnose
 from miles_core.errors import MilesError
@@ -28,6 +29,7 @@ from miles_core.tracking.ledger import Ledger, read_ledger
 from miles_core.tracking.summary import summarize
 
 SUPERVISOR, LEARNER = "supervisor-0", "learner-0"
+SELF_CUTTING = (SUPERVISOR, LEARNER, "orchestrator-0", "evaluator-0")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Status:
     queue: Queue
     symptoms: tuple[Symptom, ...]
     supervisor: str
+    damage: tuple[str, ...]
+    """Journals with a bad frame in the middle: what lies behind it is not in these figures."""
     table_age_s: float | None
     """How long ago the orchestrator told who lives."""
     now_s: float
@@ -94,6 +98,7 @@ class Status:
             "roles": [role.as_json() for role in self.roles],
             "scheduler": {"asked": self.queue.asked, "why_unknown": self.queue.why},
             "supervisor": self.supervisor,
+            "damage": list(self.damage),
             "requests": requests(self.paths),
             "symptom": first.as_json(),
             "also": [symptom.as_json() for symptom in others],
@@ -114,6 +119,7 @@ def look(run: RunConfig, paths: RunPaths, *, now_s: float | None = None) -> Stat
         pace=pace(ledger, tails, now),
         roles=tuple(_role(ledger, writer, attempts[writer], queue, leases.get(writer), tails, now) for writer in attempts),
         queue=queue, symptoms=diagnose(signs(ledger, tails)), supervisor=_supervisor(run, paths),
+        damage=tuple(bad_frames(paths, SELF_CUTTING)),
         table_age_s=_age(paths, now), now_s=now,
     )  # fmt: skip
 

@@ -88,6 +88,7 @@ def _notes(status: Status) -> list[str]:
         notes.append(f"scheduler: UNKNOWN ({status.queue.why})")
     if is_open and status.table_age_s is not None and status.table_age_s > 2 * status.run.timing.lease_s:
         notes.append(f"states are {_seconds(status.table_age_s)} old: the orchestrator tells nothing newer")
+    notes += [f"! {damage}; `miles verify {status.paths.root}` says whether it is damage" for damage in status.damage]
     if status.ledger.drained is not None:
         notes.append(f"drained: `miles resume {status.paths.root}` goes on")
     return notes

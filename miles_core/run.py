@@ -35,8 +35,9 @@ def read_run(root: Path) -> tuple[RunConfig, RunPaths]:
         return RunConfig.model_validate_json(paths.run_file.read_bytes()), paths
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{root} has no run.json: it is not a run directory, or its creation was cut short") from error
-    except PermissionError as error:
-        raise RunDirectoryError(f"{paths.run_file} is not readable by you") from error
+    except OSError as error:
+        reason = "readable by you" if isinstance(error, PermissionError) else f"to be read: {error.strerror}"
+        raise RunDirectoryError(f"{paths.run_file} is not {reason}") from error
     except ValidationError as error:
         raise RunDirectoryError(f"{paths.run_file} is not a run description of this version: {error}") from error
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from cluster.profile import ClusterProfile
 from cluster.slurm.client import SlurmScheduler
-from cluster.supervise import Supervisor
+from cluster.supervise import Progress, Supervisor
 from flows import cli, launch
 from flows.ending import wait_for_outcome
 from flows.logs import print_logs
@@ -23,39 +28,11 @@ from miles_core.paths import RunPaths
 from miles_core.records import RunClosed
 from miles_core.run import RunConfig
 from tasks.prepare import ensure_run
-from tests.protocol.simulation import TIMING, finished_run, simulated_recipe
+from tests.e2e.runs import REPOSITORY
+from tests.protocol.simulation import TIMING, simulated_recipe
+from tests.unit.conftest import Miles, Outcome
+from tests.unit.sleeping_run import ROLES, SleepingRun
 from tests.unit.supervised_site import Site
-
-
-@dataclass
-class Outcome:
-    """What a person sees."""
-
-    code: int
-    out: str
-    err: str
-
-
-Miles = Callable[..., Outcome]
-
-
-@pytest.fixture
-def miles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Miles]:
-    """Runs a command in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MILES_RUNS", raising=False)
-
-    def run(*argv: str) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["miles", *argv])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        seen = capsys.readouterr()
-        return Outcome(code, seen.out, seen.err)
-
-    yield run
 
 
 @pytest.fixture
@@ -108,10 +85,20 @@ def test_run_without_slurm_is_one_sentence_before_anything_is_made(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["run", "status", "logs", "cancel", "verify", "jobs", "runs", "doctor"])
-def test_every_command_has_help(miles: Miles, command: str) -> None:
-    shown = miles(command, "--help")
-    assert shown.code == 0 and "Usage: miles" in shown.out and len(shown.out.splitlines()) > 4
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(words, command) of every command there is."""
+    for name, command in (group or typer.main.get_command(cli.app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+@pytest.mark.parametrize(("words", "command"), list(commands()), ids=["-".join(words) for words, _ in commands()])
+def test_every_command_says_what_it_and_each_of_its_options_does(miles: Miles, words: tuple[str, ...], command: Any) -> None:
+    shown = miles(*words, "--help")
+    assert shown.code == 0 and f"Usage: miles {' '.join(words)}" in shown.out and command.help
+    assert [parameter.name for parameter in command.params if not parameter.help] == []
 
 
 def test_doctor_on_a_site_that_is_not_there_says_what_to_change(
@@ -130,12 +117,6 @@ def test_doctor_on_a_site_that_is_not_there_says_what_to_change(
 
 
 # --- runs and their state --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def finished(tmp_path: Path) -> Path:
-    (tmp_path / "runs").mkdir()
-    return finished_run(tmp_path / "runs" / "one")
 
 
 def test_runs_lists_what_it_can_and_names_what_it_cannot(tmp_path: Path, finished: Path, miles: Miles) -> None:
@@ -171,6 +152,110 @@ def test_status_and_logs_of_a_run_that_has_only_begun(tmp_path: Path, model: Pat
     ensure_run(simulated_recipe(), ClusterProfile(name="local", kind="local"), "new", model)
     assert "RUNNING: 0 steps" in miles("status", "new").out
     assert miles("logs", "new") == Outcome(0, "", "")
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "status one", "runs", "recipes", "recipes chain_sum", "jobs chain_sum", "verify one", "report one", "cancel one",
+        "drain one", "doctor", "devslurm status --folder none",
+    ],
+)  # fmt: skip
+def test_json_is_all_that_stdout_holds(finished: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch, argv: str) -> None:
+    monkeypatch.setattr("cluster.slurm.devslurm.slurm_available", lambda: None)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    seen = miles(*argv.split(), "--json")
+    assert json.loads(seen.out) and seen.out.startswith(("{", "[")) and "\x1b" not in seen.out + seen.err, seen.err
+
+
+def test_a_run_left_in_json_prints_its_figures_alone_and_the_rest_on_stderr(
+    model: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", leave_at_once)
+    left = miles(*run_arguments(model, "--json"))
+    told = json.loads(left.out)
+    assert left.code == 130 and (told["run_id"], told["state"], told["steps"]) == ("x", "RUNNING", 0)
+    assert "Continue: " in left.err and told["root"] in left.err and told["verify"] == f"miles verify {told['root']}"
+    again = miles("resume", "x", "--json")
+    assert again.code == 130 and json.loads(again.out) == told
+
+
+# --- pipes, terminals, Ctrl-C ----------------------------------------------------------------------------------------
+
+
+def python(code: str, *argv: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
+    )  # fmt: skip
+
+
+RUN_CLI = "import sys; from flows.cli import main; main()"
+
+
+@pytest.mark.parametrize("argv", [("jobs", "chain_sum"), ("recipes",), ("--help",)])
+def test_a_reader_that_left_is_no_error_of_ours(argv: tuple[str, ...]) -> None:
+    process = python(RUN_CLI, *argv)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    assert process.communicate(timeout=60)[1] == "" and process.returncode == 141
+
+
+@pytest.mark.parametrize(
+    "argv", ["status one", "status one -w", "logs one -f", "verify one", "report one", "runs", "drain one"]
+)
+def test_ctrl_c_is_130_and_no_words(finished: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch, argv: str) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    for where in ("miles_core.run.check_trusted", "miles_core.paths.check_trusted"):
+        monkeypatch.setattr(where, interrupt)
+    seen = miles(*argv.split())
+    assert seen.code == 130 and seen.out == "" and seen.err.strip() == ""
+
+
+def test_no_colour_where_there_is_no_terminal(model: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(Supervisor, "run", leave_at_once)
+    left = miles(*run_arguments(model))
+    assert left.code == 130 and "\x1b" not in left.out + left.err
+
+
+# --- completion ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("miles status o", ["one"]), ("miles verify ", ["one"]), ("miles run chain_sum --cluster dev", ["devslurm"]),
+        ("miles jobs chain_sum_", ["chain_sum_moe"]), ("miles recipes shell_p", ["shell_puzzle"]), ("miles dra", ["drain"]),
+        ("miles run ./mi", ["./mine.yaml"]), ("miles compare one o", ["one"]),
+    ],
+)  # fmt: skip
+def test_the_shell_offers_runs_recipes_and_clusters(
+    tmp_path: Path, finished: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch, typed: str, offered: list[str]
+) -> None:
+    (tmp_path / "mine.yaml").touch()
+    monkeypatch.setenv("_MILES_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
+    seen = miles()
+    assert seen.code == 0 and seen.out.split() == offered
+
+
+def test_completion_imports_nothing_large(tmp_path: Path) -> None:
+    code = "import sys, atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); " + RUN_CLI
+    process = python(
+        code, _MILES_COMPLETE="complete_bash", COMP_WORDS="miles status ", COMP_CWORD="2", MILES_RUNS=str(tmp_path)
+    )
+    modules = process.communicate(timeout=60)[1].split()
+    assert process.returncode == 0 and "flows.completion" in modules
+    assert {"torch", "prefect", "transformers", "pyarrow", "submitit", "rich.live"}.isdisjoint(modules)
 
 
 # --- leaving and cancelling ------------------------------------------------------------------------------------------
@@ -227,6 +312,96 @@ def test_a_cancel_that_reaches_nobody_says_that_the_request_stays(
     assert refused.code == error.exit_code
     assert str(error) in refused.err and "The request stays" in refused.err
     assert Path("runs/x/supervisor/cancel_requested").exists()
+
+
+@pytest.mark.parametrize(("state", "code"), [("COMPLETED", 2), ("CANCELLED", 10), ("NEEDS_ROLLBACK", 6)])
+def test_resume_refuses_what_is_over_with_a_sentence(
+    model: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch, state: str, code: int
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", leave_at_once)
+    miles(*run_arguments(model))
+    closed = RunClosed.model_validate({"state": state, "detail": "because"})
+    monkeypatch.setattr("flows.session.read_closed", lambda run, paths: closed)
+    refused = miles("resume", "x")
+    assert refused.code == code and refused.err.startswith("miles: run x ") and refused.out == ""
+
+
+def test_resume_takes_a_corrected_profile_of_the_same_cluster_only(
+    tmp_path: Path, model: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ClusterProfile] = []
+    monkeypatch.setattr(Supervisor, "run", lambda self: seen.append(self.profile) or leave_at_once(self))  # type: ignore[func-returns-value]
+    miles(*run_arguments(model))
+    corrected = tmp_path / "corrected.yaml"
+    corrected.write_text("{name: local, kind: local, drain_s: 77}")
+    assert miles("resume", "x").code == miles("resume", "x", "--cluster", str(corrected)).code == 130
+    assert [profile.drain_s for profile in seen] == [30, 30, 77]
+    corrected.write_text("{name: elsewhere, kind: local}")
+    refused = miles("resume", "x", "--cluster", str(corrected))
+    assert refused.code == 2 and "was started on cluster local" in refused.err
+
+
+def test_a_drain_that_reaches_nobody_leaves_its_request_and_resume_lifts_it(
+    model: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", leave_at_once)
+    miles(*run_arguments(model))
+
+    def refuse(self: Supervisor) -> None:
+        leave_at_once(self)
+        raise SchedulerError("the cluster does not answer")
+
+    monkeypatch.setattr(Supervisor, "run", refuse)
+    refused = miles("drain", "x", "--within", "30")
+    request = Path("runs/x/supervisor/drain_requested")
+    assert refused.code == 7 and "The request stays" in refused.err and json.loads(request.read_text())["leave_s"] == 30
+    monkeypatch.setattr(Supervisor, "run", leave_at_once)
+    assert miles("resume", "x").code == 130 and not request.exists()
+
+
+def test_draining_a_real_run_ends_its_jobs_and_says_how_to_go_on(tmp_path: Path, miles: Miles) -> None:
+    """By a supervisor that lives, and by the command itself where there is none."""
+    with SleepingRun(tmp_path / "runs", "sleepy") as sleeping:
+        for by_whom in ("the live one", "the command"):
+            leaving: list[Supervisor] = []
+            thread = threading.Thread(target=supervise_until_told, args=(sleeping, leaving), daemon=True)
+            thread.start()
+            wait_until("all roles to run", lambda: len(sleeping.running_jobs()) == len(ROLES))
+            if by_whom == "the command":
+                leaving[0].context.leave.set()
+                thread.join(30)
+            drained = miles("drain", "sleepy", "--json")
+            thread.join(30)
+            assert drained.code == 0 and sleeping.live_jobs() == set(), drained.err
+            told = json.loads(drained.out)
+            assert (told["state"], told["cancelled"]) == ("DRAINED", [])
+            assert shlex.split(told["resume"]) == ["miles", "resume", str(sleeping.paths.root)]
+            again = miles("drain", "sleepy")
+            assert again.code == 0 and "already drained" in again.out and "Continue: " in again.out
+            assert "DRAINED" in miles("runs").out
+
+
+def supervise_until_told(sleeping: SleepingRun, leaving: list[Supervisor]) -> None:
+    """As `miles resume` does, in a thread."""
+
+    def remember(progress: Progress) -> None:
+        return None
+
+    class Remembered(Supervisor):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            leaving.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "Supervisor", Remembered)
+        launch.supervise(sleeping.paths, sleeping.profile, launch.Hooks(remember), go_on=True)
+
+
+def wait_until(what: str, condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, f"waited {deadline_s:.0f} s for {what}"
+        time.sleep(0.05)
 
 
 def test_a_live_supervisor_that_does_not_end_the_run_is_waited_for_with_a_deadline(tmp_path: Path) -> None:
