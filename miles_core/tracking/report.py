@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.paths import RunPaths
+from miles_core.provenance import Provenance, read_provenance
 from miles_core.run import RunConfig
 from miles_core.store.fs import FileSystem
+from miles_core.store.lease import UNKNOWN
 from miles_core.store.publish import Durability, publish_bytes
 from miles_core.tracking.ledger import read_ledger
 from miles_core.tracking.machines import read_leases
@@ -49,7 +51,7 @@ def render(data: ReportData, paths: RunPaths) -> str:
         "</section><section><h2>Jobs</h2>", jobs_table(data, read_leases(run, paths)), "</section></div>",
         "<h2>Incidents</h2>", incidents_table(data),
         "<h2>Sampled trajectories</h2>", samples_section(data.ledger, paths),
-        _provenance(run),
+        _provenance(run, read_provenance(paths)),
     ))  # fmt: skip
     return (
         f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">'
@@ -107,10 +109,14 @@ def _chart_sections(data: ReportData) -> list[str]:
     return sections
 
 
-def _provenance(run: RunConfig) -> str:
+def _provenance(run: RunConfig, record: Provenance | None) -> str:
+    """The recipe, and what the run was made from; not who made it and how: a page is passed on."""
+    made_from = UNKNOWN if record is None else record.model_dump(mode="json", include={"git", "data", "packages"})
     facts: dict[str, Any] = {
         "code digest": run.code_digest,
         "base model digest": run.base_model_digest,
         "recipe": run.recipe.model_dump(mode="json"),
+        "made from": made_from,
     }
-    return f"<details><summary>Recipe and digests</summary><pre>{html.escape(json.dumps(facts, indent=2))}</pre></details>"
+    text = html.escape(json.dumps(facts, indent=2))
+    return f"<details><summary>Recipe, digests, code, packages</summary><pre>{text}</pre></details>"

@@ -12,6 +12,7 @@ import pytest
 
 from flows.report import build_report
 from miles_core.errors import RunDirectoryError
+from miles_core.provenance import Data, Git, Provenance, Submitter
 from miles_core.records import Incident
 from miles_core.tracking.ledger import read_ledger
 from miles_core.tracking.report_charts import Chart, Series, draw, number, thinned, ticks
@@ -54,6 +55,17 @@ def test_a_live_and_a_closed_run_say_so(made: SyntheticRun) -> None:
     made.close()
     page = page_of(made)
     assert ">COMPLETED<" in page and "4 / 8" in page and "steps trained" in page
+
+
+def test_the_page_says_what_the_run_was_made_from_but_not_by_whom(made: SyntheticRun) -> None:
+    assert "&quot;made from&quot;: &quot;UNKNOWN&quot;" in page_of(made)
+    record = Provenance(
+        git=Git(commit="c0ffee"), data=Data(family="chain_sum", options={}), base_model=(), packages={"torch": "2.13.0"},
+        submitted=Submitter(user="alice", host="login1", command=("miles", "run")),
+    )  # fmt: skip
+    made.paths.provenance.write_text(record.model_dump_json())
+    page = page_of(made)
+    assert "c0ffee" in page and "2.13.0" in page and "alice" not in page
 
 
 def test_a_run_in_which_nothing_happened_has_a_page(tmp_path: Path) -> None:
