@@ -121,7 +121,7 @@ def _fix(spec: JobSpec, words: str, partitions: Callable[[], str]) -> str:
         return f"resources.{role}.partition is {wanted.partition!r}, the cluster has: {partitions()}"
     if "node configuration" in words or "memory" in words or "cpu count" in words or "gres" in words:
         return (
-            f"no node offers what it asks for (nodes={wanted.nodes} cpus={wanted.cpus} gpus={wanted.gpus} "
+            f"no node offers what it asks for (nodes={wanted.nodes} tasks={wanted.tasks} cpus={wanted.cpus} gpus={wanted.gpus} "
             f"mem_mb={wanted.mem_mb}); lower resources.{role} in the cluster profile"
         )
     for word, fix in (
