@@ -27,7 +27,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -35,15 +34,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles_core.environments.sandbox_kind import SandboxKind, sandbox_kind
+from miles_core.environments.sandbox_kind import ENVIRONMENT, SHELL, SandboxKind, sandbox_kind, sandbox_root
 
 PREFIX = "miles-box-"
 WATCH_S = 0.05
 """Between two looks at what a running command uses."""
+END_POLL_S = 0.002
+"""Between the end of its output and the end of a process."""
 KILL_WAIT_S = 10.0
 MAX_COMMAND_BYTES = 1 << 16
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LC_ALL": "C"}
-_SHELL = ("bash", "--norc", "--noprofile", "-c")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Stopped = Literal["", "time", "output", "memory", "processes", "disk", "closed"]
@@ -103,6 +102,7 @@ class Sandbox:
         except OSError as error:
             raise SandboxBroken(f"no directory for a sandbox in {sandbox_root()}: {error}") from error
         self._busy = threading.Lock()
+        self._reaping = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
         self._full = False
@@ -140,9 +140,9 @@ class Sandbox:
     def close(self) -> None:
         """Ends a running command and removes the directory. Raises SandboxBroken if it cannot; a second call does nothing."""
         self._closing = True
-        process = self._process
-        if process is not None:
-            _kill(process)
+        with self._reaping:
+            if self._process is not None:
+                _kill(self._process)
         with self._busy:
             if self._lock_descriptor < 0:
                 return
@@ -167,7 +167,7 @@ class Sandbox:
         return found
 
     def _start(self, line: bytes, deadline_s: float) -> subprocess.Popen[bytes]:
-        argv: list[str | bytes] = [*self._kind.argv(self.path, (*_SHELL, self._script(deadline_s), "bash")), line]
+        argv: list[str | bytes] = [*self._kind.argv(self.path, (*SHELL, self._script(deadline_s), "bash")), line]
         try:
             process = subprocess.Popen(
                 argv, cwd=self.path, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -175,9 +175,10 @@ class Sandbox:
             )  # fmt: skip
         except OSError as error:
             raise SandboxBroken(f"a command could not be started in {self.path}: {error}") from error
-        self._process = process
-        if self._closing:
-            _kill(process)
+        with self._reaping:
+            self._process = process
+            if self._closing:
+                _kill(process)
         return process
 
     def _script(self, deadline_s: float) -> str:
@@ -190,35 +191,33 @@ class Sandbox:
     def _follow(self, process: subprocess.Popen[bytes], due: float) -> tuple[bytes, Stopped]:
         """Reads until the command has ended or passes a limit."""
         assert process.stdout is not None
-        stream, ended = process.stdout.fileno(), os.pidfd_open(process.pid)
+        stream, most = process.stdout.fileno(), self._limits.output_bytes + 1
         os.set_blocking(stream, False)
         waiting = select.poll()
         waiting.register(stream, select.POLLIN)
-        waiting.register(ended, select.POLLIN)
         output, is_open, watch_at = bytearray(), True, time.monotonic() + WATCH_S
-        try:
-            while True:
-                now = time.monotonic()
-                if now >= due:
-                    return bytes(output), "time"
-                if now >= watch_at:
-                    watch_at = now + WATCH_S
-                    if passed := self._passed(process.pid):
-                        return bytes(output), passed
-                ready = dict(waiting.poll(1000 * max(0.0, min(watch_at, due) - now)))
-                if stream in ready and is_open:
-                    is_open = _read(stream, output, self._limits.output_bytes + 1)
-                    if not is_open:
-                        waiting.unregister(stream)
-                if len(output) > self._limits.output_bytes + 1:
-                    return bytes(output), "output"
-                if ended in ready:
-                    # What a process that goes on by itself still writes is not waited for.
-                    while is_open and len(output) <= self._limits.output_bytes + 1 and _is_ready(stream):
-                        is_open = _read(stream, output, self._limits.output_bytes + 1)
-                    return bytes(output), "output" if len(output) > self._limits.output_bytes + 1 else ""
-        finally:
-            os.close(ended)
+        while True:
+            now = time.monotonic()
+            if now >= due:
+                return bytes(output), "time"
+            is_watch = now >= watch_at
+            if is_watch:
+                watch_at = now + WATCH_S
+                if passed := self._passed(process.pid):
+                    return bytes(output), passed
+            if is_open:
+                if waiting.poll(1000 * max(0.0, min(watch_at, due) - now)):
+                    is_open = _read(stream, output, most)
+            else:
+                time.sleep(END_POLL_S)
+            has_ended = (is_watch or not is_open) and _has_ended(process.pid)
+            # What a process that goes on by itself still writes is not waited for.
+            while has_ended and is_open and len(output) <= most and waiting.poll(0):
+                is_open = _read(stream, output, most)
+            if len(output) > most:
+                return bytes(output), "output"
+            if has_ended:
+                return bytes(output), ""
 
     def _passed(self, pid: int) -> Stopped:
         """The limit that a running command has passed, if any."""
@@ -239,15 +238,17 @@ class Sandbox:
         return used > self._limits.disk_bytes
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        _kill(process)
-        try:
-            process.wait(KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            raise SandboxBroken(f"process {process.pid} of a sandbox did not end {KILL_WAIT_S:g} s after SIGKILL") from None
-        finally:
-            if process.stdout is not None:
-                process.stdout.close()
+        """Under a lock: once a process is reaped its number may be another's."""
+        with self._reaping:
+            _kill(process)
             self._process = None
+            try:
+                process.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired:
+                raise SandboxBroken(f"process {process.pid} did not end {KILL_WAIT_S:g} s after SIGKILL") from None
+            finally:
+                if process.stdout is not None:
+                    process.stdout.close()
 
     def _result(self, returncode: int, output: bytes, stopped: Stopped, seconds: float) -> Result:
         if self._closing:
@@ -260,12 +261,6 @@ class Sandbox:
         exit_code = 124 if stopped == "time" else 128 - returncode if returncode < 0 else returncode
         text = output[1 : 1 + self._limits.output_bytes].decode(errors="replace")
         return Result(exit_code, text, stopped == "output", stopped == "time", seconds, stopped)
-
-
-def sandbox_root() -> Path:
-    """Where sandbox directories are: in memory if the node has that, else the temp folder."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() and os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def sweep() -> list[str]:
@@ -355,10 +350,9 @@ def _read(stream: int, output: bytearray, most: int) -> bool:
     return bool(chunk)
 
 
-def _is_ready(stream: int) -> bool:
-    poll = select.poll()
-    poll.register(stream, select.POLLIN)
-    return bool(poll.poll(0))
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; it is not reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _entries(root: Path, most: int) -> Iterator[tuple[Path, os.stat_result]]:

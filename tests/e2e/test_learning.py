@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from miles_core.environments.sandbox import PREFIX, sandbox_root
+from miles_core.environments.sandbox import PREFIX
+from miles_core.environments.sandbox_kind import sandbox_root
 from tests.e2e.runs import kill_role, ledger_of, miles, start_miles, summary_of, wait_for
 
 pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(1500)]

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from miles_core.environments import sandbox as sandbox_module
-from miles_core.environments.sandbox import Result, Sandbox, SandboxBroken, remove, sandbox_root, sweep
-from miles_core.environments.sandbox_kind import SandboxKind, best_of, candidates
+from miles_core.environments.sandbox import Result, Sandbox, SandboxBroken, remove, sweep
+from miles_core.environments.sandbox_kind import SandboxKind, best_of, candidates, sandbox_root
 from tests.unit.sandbox_world import (
     DEEP,
     MARK,
@@ -85,6 +86,7 @@ def test_what_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.
 
 OWNER = f"""
 import sys
+import tempfile
 from miles_core.environments.sandbox import Sandbox
 box = Sandbox("killed.rollout-0")
 print(box.path, flush=True)
@@ -178,6 +180,30 @@ def test_the_best_kind_that_works_is_taken_and_says_why_not_a_better_one() -> No
     assert "no bwrap-that-is-not-there in PATH" in found.reasons[0] and "exit code 1" in found.reasons[2]
     with pytest.raises(OSError, match="no command can be run"):
         best_of([absent, broken])
+
+
+@pytest.fixture
+def old_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A bwrap that does not know what 0.8 brought, first in PATH, in a folder that `nobody` may enter."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "bwrap"
+        refuse = "--size|--disable-userns) echo Unknown option $word >&2; exit 1"
+        path.write_text(f'#!/bin/sh\nfor word; do case $word in {refuse};; esac; done\nexec {shutil.which("bwrap")} "$@"\n')
+        path.chmod(0o755)
+        path.parent.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{name}:{os.environ['PATH']}")
+        yield
+
+
+def test_bubblewrap_before_0_8_is_used_and_says_what_it_does_not_hold(old_bubblewrap: None) -> None:
+    kind = best_of(candidates())
+    assert kind.name == "bubblewrap" and "namespaces of its own" in kind.missing[0] and "Unknown option" in kind.reasons[0]
+    made = Sandbox("test.old", kind=kind)
+    try:
+        assert run(made, "echo x > y; cat y").output == "x\n"
+        assert run(made, "echo x > /tmp/y").exit_code != 0
+    finally:
+        made.close()
 
 
 def test_without_bwrap_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from miles_core.environments import shell
 from miles_core.environments.base import EpisodeFailed, Message
-from miles_core.environments.sandbox import PREFIX, Result, Sandbox, sandbox_root
+from miles_core.environments.sandbox import PREFIX, Result, Sandbox
+from miles_core.environments.sandbox_kind import sandbox_root
 from miles_core.environments.shell import REFUSED, ShellEpisode, ShellPuzzleEnvironment
 from miles_core.environments.shell_commands import LEVELS, clean, edits, reads
 from miles_core.environments.shell_puzzle import FOLDERS, NAMES, SHAPES, WORDS, PuzzleSource
