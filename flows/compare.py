@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 
+from flows.damage import bad_frames
 from miles_core.tracking.compare import Comparison, Group, code_diff
 
+_READ = ("learner-0", "orchestrator-0", "evaluator-0", "supervisor-0")
 _MOST_CHARACTERS = 180
 """Of the differences of one group; all of them are in --json."""
 _VALUE_CHARACTERS = 60
 
 
 def print_comparison(comparison: Comparison, *, as_json: bool, with_diff: bool) -> None:
-    """Prints it as text or JSON; `with_diff` adds the unified diff of the two code snapshots."""
+    """Prints it as text or JSON, damage on stderr; `with_diff` adds the unified diff of the two code snapshots."""
+    for name, side in zip("ab", comparison.sides, strict=True):
+        for damage in bad_frames(side.paths, _READ):
+            print(f"{name}: {damage}: its figures end there; `miles verify` proves it", file=sys.stderr)
     diff = list(code_diff(*(side.paths for side in comparison.sides))) if with_diff else None
     if as_json:
         print(json.dumps({**comparison.as_json(), **({} if diff is None else {"code_diff": diff})}, indent=2))

@@ -301,7 +301,7 @@ def no_run_file(paths: RunPaths) -> None:
 
 
 def damaged_journal(paths: RunPaths) -> None:
-    """For people a stream goes as far as it can be read; `verify` names the damage."""
+    """For people a stream goes as far as it can be read."""
     journal = next(paths.journal("learner-0").iterdir())
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([*lines[:1], b"x" * 20 + b"\n", *lines[2:]]))
@@ -362,6 +362,7 @@ def test_a_damaged_run_is_one_message_or_unknown(
     for arguments in (("first", "second", "--diff"), ("second", "first", "--json")):
         got, out, err = miles(*arguments)
         assert got == code and "Traceback" not in err + out, err
+        assert ("a bad frame" in err) == (damage is damaged_journal)
         assert code == 0 or (err.startswith("miles: ") and str(two[1].root) in err)
 
 
