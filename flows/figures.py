@@ -132,6 +132,8 @@ def signs(ledger: Ledger, tails: Mapping[str, Sequence[Point]]) -> Signs:
     spec = ledger.run.recipe.orchestrator
     looks = _events(tails, "orchestrator-0", "orchestrator")
     looks = [look for look in looks if look["unix_s"] >= looks[-1]["unix_s"] - _LOOKS_S]
+    # Before the first policy version nothing is given out: that the backlog fills then is no growth.
+    looks = list(itertools.dropwhile(lambda look: _backlog(look) == 0, looks))
     lost = ledger.drops["incomplete"] + ledger.drops["ungraded"]
     return Signs(
         rewards=[step.mean_reward for step in steps],
@@ -140,12 +142,16 @@ def signs(ledger: Ledger, tails: Mapping[str, Sequence[Point]]) -> Signs:
         max_staleness=max((step.staleness for step in steps[-_RECENT_STEPS:]), default=0),
         spread_share=_spread_share(ledger),
         lost_share=lost / ledger.issued if ledger.issued else None,
-        backlog=[sum(look.get(name, 0) for name in ("in_flight", "in_grading", "ungraded")) for look in looks],
+        backlog=[_backlog(look) for look in looks],
         batch_samples=spec.prompts * spec.samples,
         empty_share=_share([look.get("untrained_batches", 0) == 0 and look.get("ready", 0) < spec.prompts for look in looks]),
         learner_wait_share=_wait_share(_events(tails, "learner-0", "step")[-_RECENT_STEPS:]),
         slots_busy=_slots_busy(ledger.run.recipe, tails),
     )  # fmt: skip
+
+
+def _backlog(look: Point) -> float:
+    return float(sum(look.get(name, 0) for name in ("in_flight", "in_grading", "ungraded")))
 
 
 def _spread_share(ledger: Ledger) -> float | None:

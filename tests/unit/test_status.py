@@ -85,6 +85,13 @@ def test_the_table_gets_what_the_ledger_knows(made: SyntheticRun) -> None:
     assert seen.slots_busy == pytest.approx(1 / 64) and seen.learner_wait_share is not None and seen.batch_samples == 4
 
 
+def test_a_backlog_that_fills_at_the_start_is_not_one_that_grows(made: SyntheticRun) -> None:
+    for _ in range(20):
+        made.point("orchestrator-0", "orchestrator", open=0, ready=0, in_flight=0, in_grading=0, ungraded=0)
+    ledger = train(made, 12)
+    assert set(signs(ledger, read_tails(made.paths, newest_attempts(ledger))).backlog) == {3.0}
+
+
 # --- roles -----------------------------------------------------------------------------------------------------------
 
 
