@@ -64,13 +64,12 @@ def export_version(run: RunConfig, paths: RunPaths, target: Path, step: int | No
 
 def _find(ledger: Ledger, paths: RunPaths, step: int | None) -> Published:
     found = ledger.steps.newest_published if step is None else ledger.steps.published_at(step)
-    if found is None:
-        there = sorted({version.step for version in ledger.steps.published})
+    if found is None or found.folder in ledger.deleted:
+        kept = [record for record in ledger.steps.published.values() if record.folder not in ledger.deleted]
+        there = ", ".join(map(str, sorted({record.version.step for record in kept})))
         wanted = "a version" if step is None else f"version {step}"
-        raise RunDirectoryError(
-            f"{paths.root} has not published {wanted}; "
-            + (f"there are {there[0]} to {there[-1]}" if there else "there is none")
-        )
+        what = f"has not published {wanted}" if found is None else f"has deleted {wanted} (retention.versions in its recipe)"
+        raise RunDirectoryError(f"{paths.root} {what}; " + (f"there are: {there}" if there else "there is none"))
     return found
 
 

@@ -1,27 +1,19 @@
-"""The collector (I12): only what retired, recorded before the bytes go, taken up by a successor; and readers that race it."""
+"""The collector (I12): only what retired, recorded before the bytes go, taken up by a successor."""
 
 from __future__ import annotations
 
-import random
 import shutil
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cluster.collector import MOST_A_TICK, READING_CAP_S, Collector, remove_object
 from cluster.epoch import WRITER, supervisor_context
-from miles_core.errors import DeadlineExceeded, DigestMismatch, LeaseLost
+from miles_core.errors import DigestMismatch, LeaseLost
 from miles_core.paths import RunPaths
-from miles_core.policy.lineage import StepLog
-from miles_core.policy.local_copy import PolicyCopy
-from miles_core.policy.manifest import MANIFEST_NAME, Probe, tensor_entries
-from miles_core.policy.publisher import Publisher
-from miles_core.recipe import PolicySpec, RetentionSpec
+from miles_core.policy.manifest import MANIFEST_NAME, PolicyManifest
+from miles_core.recipe import RetentionSpec
 from miles_core.records import (
     Cuts,
     Deletion,
@@ -31,20 +23,20 @@ from miles_core.records import (
     Published,
     ShardEntry,
     ShardSealed,
-    StepDone,
     Version,
 )
+from miles_core.rollout.worker import PolicyFeed
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
-from miles_core.store.lease import LeaseFolder
+from miles_core.store.lease import LeaseFolder, read_heartbeat
 from miles_core.tracking.ledger import read_all
 from tests.protocol.learner_run import STEPS, FakeOrchestrator, learner_context, make_run, read_lineage, run_learner
 from tests.unit.fake_slurm import ManualClock
+from tests.unit.supervised_site import Site
 
 Run = tuple[RunConfig, RunPaths]
-PROBE = Probe(prompts=((1, 2),), logprobs=((-1.0,),), dtype="float32", tolerance=1e-3)
 
 
 class Epoch:
@@ -200,6 +192,56 @@ def test_a_folder_that_is_not_where_it_belongs_is_nobodys_to_delete(trained: Run
         journal.write(published)
     Epoch(trained).settle()
     assert deletions(trained) == [] and paths.root.is_dir()
+
+
+# --- who reads -------------------------------------------------------------------------------------------------------
+
+
+class OpenEngine:
+    """Takes any weights."""
+
+    version = Version(-1, 0)
+
+    def load_weights(self, tensors: object, version: Version) -> None:
+        self.version = version
+
+    def logprobs(self, token_lists: list[list[int]]) -> list[list[float]]:
+        raise DigestMismatch("no model here")
+
+
+def test_a_replica_says_what_it_reads_while_it_reads(trained: Run) -> None:
+    context = RoleContext(*trained, "rollout-0", 1, clock=ManualClock())
+    said: list[Version | None] = []
+
+    def read(published: Published) -> tuple[dict[str, object], PolicyManifest]:
+        context.fs.mkdir(context.paths.heartbeats)
+        context.beat()
+        heartbeat = read_heartbeat(context.fs, context.paths.heartbeats, "rollout-0", 1)
+        said.append(None if heartbeat is None or heartbeat.reading is None else Version(*heartbeat.reading))
+        return {}, PolicyManifest.model_validate_json((context.paths.resolve(published.folder) / MANIFEST_NAME).read_bytes())
+
+    feed = PolicyFeed(context, OpenEngine(), read)  # type: ignore[arg-type]
+    for _ in range(3):
+        feed.poll()
+    assert said == [Version(STEPS, 1)] and context.reads is None
+
+
+def test_the_supervisor_deletes_and_waits_for_those_who_read(tmp_path: Path) -> None:
+    """The whole way: a table that the orchestrator wrote, the supervisor's loop, the folder, the record."""
+    site = Site(tmp_path / "run")
+    site.train(0)
+    for step in range(6):
+        folder, version = site.paths.version(step, 1), Version(step, 1)
+        folder.mkdir(parents=True)
+        assert site._learner is not None
+        name = site.paths.relative(folder)
+        site._learner.write(Published(version=version, weights_digest="", folder=name, manifest_digest="m", size_bytes=1))
+    site.reading["rollout-0"] = Version(2, 1)
+    run = (site.run, site.paths)
+    site.run_until(site.supervisor(), lambda: versions_on_disk(run) == [(0, 1), (2, 1), (4, 1), (5, 1)])
+    site.reading.clear()
+    site.run_until(site.supervisor(), lambda: versions_on_disk(run) == [(0, 1), (4, 1), (5, 1)])
+    assert len(deletions(run)) == 3
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------
@@ -377,108 +419,3 @@ def test_a_tick_costs_what_is_new_not_the_age_of_the_run(tmp_path: Path) -> None
         epoch.tick()
         costs.append((fs.calls, len(epoch.collector._versions)))
     assert costs[0] == costs[1]
-
-
-# --- readers against the collector -----------------------------------------------------------------------------------
-
-
-class SlowReader(FileSystem):
-    """Now and then a read of a version begins only after the collector took it, or after the last one was published."""
-
-    def __init__(self, draw: random.Random, published: threading.Event) -> None:
-        self._draw, self._published = draw, published
-
-    def read(self, path: Path, offset: int = 0, limit: int = -1) -> bytes:
-        if "policy" in path.parts and self._draw.random() < 0.05:
-            while path.exists() and not self._published.is_set():
-                time.sleep(0.002)
-        return super().read(path, offset, limit)
-
-
-class Race:
-    """A publisher, a collector that deletes as early as it may, and readers, each a thread."""
-
-    def __init__(self, run: Run, last: Version) -> None:
-        self.config, self.paths = run
-        self.last = last
-        self.truth: dict[Version, bytes] = {}
-        self.counts: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.published, self.over = threading.Event(), threading.Event()
-        self.arrived: list[Version | None] = []
-
-    def publish(self) -> None:
-        import torch
-
-        context = learner_context(self.config, self.paths)
-        context.leases.acquire("learner-0", 1, context.token)
-        journal = context.journal()
-        journal.write(Cuts())
-        spec = PolicySpec(anchor_every=3, anchor_ratio=9)
-        publisher = Publisher(FileSystem(), self.paths, spec, run_id=self.config.run_id, learner_token="t")
-        numbers = np.random.default_rng(0)
-        weights = numbers.standard_normal(3000).astype(np.float32)
-        for step in range(self.last.step + 1):
-            weights[numbers.integers(0, weights.size, 20)] += 1
-            tensors = {"w": torch.from_numpy(weights.copy())}
-            prepared = publisher.prepare(Version(step, 1), tensors, tensor_entries(tensors), PROBE)
-            published = publisher.write(prepared)
-            self.truth[Version(step, 1)] = weights.tobytes()
-            journal.append(
-                StepDone(
-                    step=step, batch_id="", manifest_digest="", weights_digest=published.weights_digest, staleness=0,
-                    mean_reward=0.0,
-                )
-            )  # fmt: skip
-            journal.write(published)
-        self.published.set()
-
-    def collect(self, epoch: Epoch) -> None:
-        while not self.over.is_set():
-            epoch.tick()
-            time.sleep(0.002)
-
-    def read(self, number: int) -> None:
-        draw = random.Random(number)
-        reader = RoleContext(self.config, self.paths, f"rollout-{number}", 1, fs=SlowReader(draw, self.published))
-        steps = StepLog(reader.follow("learner-0"))
-        copy = PolicyCopy(self.paths, self.config.run_id, steps, fs=reader.fs)
-        deadline_s = time.monotonic() + 60
-        while copy.version != self.last and time.monotonic() < deadline_s:
-            steps.poll()
-            newest = steps.newest_published
-            if newest is None or copy.version == newest.version:
-                time.sleep(0.001)
-                continue
-            try:
-                tensors, _ = copy.read(newest)
-            except DeadlineExceeded:
-                self.counts["gone under the reader"] += 1
-            except DigestMismatch as error:
-                self.wrong.append(str(error))
-                return
-            else:
-                self.counts["served"] += 1
-                if tensors["w"].numpy().tobytes() != self.truth[newest.version]:
-                    self.wrong.append(f"other bytes as version {newest.version}")
-        self.arrived.append(copy.version)
-
-
-def test_readers_that_race_the_collector_are_never_served_wrong_bytes_and_all_arrive(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=1000)
-    evaluated(run, 0)
-    race, epoch = Race(run, Version(199, 1)), Epoch(run)
-    threads = [threading.Thread(target=race.collect, args=(epoch,))]
-    threads += [threading.Thread(target=race.read, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    race.publish()
-    for thread in threads[1:]:
-        thread.join(60)
-    race.over.set()
-    threads[0].join(60)
-    assert race.wrong == []
-    assert race.arrived == [race.last] * 4
-    assert race.counts["gone under the reader"] > 0, f"the collector never got in anybody's way: {race.counts}"
-    epoch.settle()
-    assert len(versions_on_disk(run)) <= 6 < len(deletions(run))

@@ -17,7 +17,7 @@ from cluster.slurm.client import SlurmScheduler
 from cluster.supervise import Progress, Supervisor
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe
-from miles_core.records import Cuts, Done, LivenessEntry, LivenessTable, RunClosed, StepDone
+from miles_core.records import Cuts, Done, LivenessEntry, LivenessTable, RunClosed, StepDone, Version
 from miles_core.run import RunConfig, all_writers
 from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
@@ -103,6 +103,8 @@ class Site:
         self.writers = all_writers(self.run.recipe)
         self.silent: set[tuple[str, int]] = set()
         """Attempts without a heartbeat."""
+        self.reading: dict[str, Version] = {}
+        """What replicas say they read."""
         self.states: dict[str, str] = {}
         """What a writer says of itself, if not that it serves."""
         self.on_sleep: Callable[[], None] = lambda: None
@@ -176,6 +178,7 @@ class Site:
             LivenessEntry(
                 writer=writer, attempt=self._leases.newest(writer),
                 verdict="alive" if (writer, self._leases.newest(writer)) in set(running) - self.silent else "dead",
+                reading=self.reading.get(writer),
             )
             for writer in self.writers if self._leases.newest(writer)
         )  # fmt: skip

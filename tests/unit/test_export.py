@@ -14,7 +14,7 @@ from miles_core.export import CARD, RECORD, export_version
 from miles_core.paths import RunPaths
 from miles_core.policy.manifest import WEIGHTS_NAME, Probe, tensor_entries, weights_digest
 from miles_core.policy.publisher import Publisher
-from miles_core.records import Cuts, StepDone, Version
+from miles_core.records import Cuts, Deleted, Deletion, StepDone, Version
 from miles_core.run import RunConfig
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
@@ -76,9 +76,19 @@ def test_an_older_version_can_be_exported_and_its_card_claims_no_score_of_anothe
     assert "these weights | not measured" in card and record["weights_digest"] in card and '"name": "tiny"' in card
 
 
+def test_a_version_that_the_collector_took_is_named_as_deleted(tmp_path: Path) -> None:
+    run, paths = published_run(tmp_path / "run")
+    fs, writer = FileSystem(), "supervisor-0"
+    folder = paths.relative(paths.version(0, 1))
+    journal = JournalWriter(fs, paths.journal(writer), run_id=run.run_id, writer=writer, attempt=1, token="token")
+    journal.write(Deletion(items=(Deleted(what="version", name=folder, size_bytes=1, digest="m"),)))
+    with pytest.raises(RunDirectoryError, match=r"has deleted version 0 \(retention.*there are: 1, 2"):
+        export_version(run, paths, tmp_path / "model", step=0)
+
+
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     run, paths = published_run(tmp_path / "run")
-    with pytest.raises(RunDirectoryError, match="has not published version 9; there are 0 to 2"):
+    with pytest.raises(RunDirectoryError, match="has not published version 9; there are: 0, 1, 2"):
         export_version(run, paths, tmp_path / "model", step=9)
     (tmp_path / "taken").mkdir()
     with pytest.raises(RunDirectoryError, match="never writes into a folder"):
