@@ -167,7 +167,7 @@ class Drill:
             course.notes.append(f"no loss was recorded within {self._plan.deadline_s:g} s")
             return
         course.fired, course.noticed_s = True, self._losses(injection, course)
-        if injection.heal_when == "noticed":
+        if injection.heals_at_loss:
             injection.heal()
         if self._until(lambda: all(self._works(writer, attempts[writer] + 1) for writer in injection.victims)):
             course.productive_s = course.seconds()

@@ -14,14 +14,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from cluster.faults.plan import Fault, Kind, Plan, Target
 from cluster.faults.processes import is_stopped, listeners, signal_pid
 from cluster.job_spec import live_jobs
 from cluster.profile import ClusterProfile
-from cluster.scheduler import JobView, Phase
+from cluster.scheduler import JobView
 from cluster.schedulers import make_scheduler
 from cluster.slurm.devslurm import DevSlurm
 from cluster.slurm.devslurm_processes import Process, send_signal
@@ -63,9 +63,10 @@ class Injection:
     took: Callable[[], bool] = lambda: True
     """Whether it is in force; where there are victims their loss tells."""
     heal: Callable[[], None] = _nothing
-    heal_when: Literal["noticed", "replaced", "held"] = "noticed"
-    """Once the loss is recorded; once all victims are replaced; after `hold_s`."""
+    heals_at_loss: bool = False
+    """Healed as soon as the loss is recorded; otherwise when all victims are replaced, and not before `hold_s`."""
     hold_s: float = 0.0
+    """So long it stays in force."""
     ends_supervisor: bool = False
     """Another one has to take the run."""
     incident: str = ""
@@ -126,7 +127,8 @@ class Site:
     # --- roles -------------------------------------------------------------------------------------------------------
 
     def _running(self) -> tuple[JobView, ...]:
-        return tuple(job for job in live_jobs(self._run, self.scheduler) if job.phase is Phase.RUNNING)
+        """Neither ending nor standing still."""
+        return tuple(job for job in live_jobs(self._run, self.scheduler) if job.state == "RUNNING")
 
     def _victim(self, role: str, turn: int) -> JobView:
         """Of several replicas each in turn; of several jobs of one writer the newest attempt's."""
@@ -159,12 +161,14 @@ class Site:
             self._signal(jobs, signal.SIGSTOP)
 
         def heal() -> None:
-            self._signal(jobs, signal.SIGCONT)
-            self._host.send(signal.SIGCONT)
+            try:
+                self._signal(jobs, signal.SIGCONT)
+            finally:
+                self._host.send(signal.SIGCONT)
 
         names = ", ".join(job.writer for job in jobs)
         return Injection(
-            f"supervisor, {names} for {hold_s:g} s", fire, took=lambda: self._all_stopped(jobs), heal=heal, heal_when="held",
+            f"supervisor, {names} for {hold_s:g} s", fire, took=lambda: self._all_stopped(jobs), heal=heal,
             hold_s=hold_s, settle_s=self._run.timing.lease_s,
         )  # fmt: skip
 
@@ -177,7 +181,7 @@ class Site:
     def _kill_supervisor(self) -> Injection:
         return Injection(
             "the supervisor", lambda: self._host.send(signal.SIGKILL), took=self._host.has_ended, heal=self._host.start,
-            heal_when="held", ends_supervisor=True,
+            ends_supervisor=True,
         )  # fmt: skip
 
     # --- the place ---------------------------------------------------------------------------------------------------
@@ -187,9 +191,11 @@ class Site:
         victims = tuple(other.writer for other in self._running() if node in other.nodes)
         where = f"node {node} with {', '.join(victims)}"
         if kind == "node_kill":
-            return Injection(where, lambda: devslurm.kill_node(node), victims, heal=lambda: devslurm.start_node(node))
+            return Injection(
+                where, lambda: devslurm.kill_node(node), victims, heal=lambda: devslurm.start_node(node), heals_at_loss=True
+            )
         return Injection(
-            where, lambda: devslurm.stop_node(node), victims, heal=lambda: devslurm.start_node(node), heal_when="replaced",
+            where, lambda: devslurm.stop_node(node), victims, heal=lambda: devslurm.start_node(node),
             hold_s=self._run.timing.lease_s,
         )  # fmt: skip
 
@@ -197,7 +203,7 @@ class Site:
         devslurm = self._devslurm()
         return Injection(
             f"slurmctld for {self._plan.away_s:g} s", devslurm.kill_controller,
-            took=lambda: devslurm.status()["slurmctld"] is None, heal=devslurm.start_controller, heal_when="held",
+            took=lambda: devslurm.status()["slurmctld"] is None, heal=devslurm.start_controller,
             hold_s=self._plan.away_s,
         )  # fmt: skip
 
@@ -212,7 +218,7 @@ class Site:
 
         return Injection(
             f"the filesystem of {self._paths.root} for {self._plan.away_s:g} s", lambda: _fill_up(filler), took=is_full,
-            heal=lambda: filler.unlink(missing_ok=True), heal_when="held", hold_s=self._plan.away_s, incident="disk_low",
+            heal=lambda: filler.unlink(missing_ok=True), hold_s=self._plan.away_s, incident="disk_low",
         )  # fmt: skip
 
     def _take_prefect(self) -> Injection:
@@ -226,7 +232,7 @@ class Site:
         return Injection(
             f"the Prefect server for {self._plan.away_s:g} s", lambda: send(signal.SIGSTOP),
             took=lambda: bool(processes) and all(is_stopped(process.pid) for process in processes),
-            heal=lambda: send(signal.SIGCONT), heal_when="held", hold_s=self._plan.away_s,
+            heal=lambda: send(signal.SIGCONT), hold_s=self._plan.away_s,
         )  # fmt: skip
 
 
