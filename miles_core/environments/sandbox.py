@@ -272,7 +272,11 @@ def sweep() -> list[str]:
         if not name.startswith(PREFIX):
             continue
         try:
-            if os.lstat(path).st_uid not in mine or (descriptor := _lock(path)) is None:
+            entry = os.lstat(path)
+            if entry.st_uid not in mine or not stat.S_ISDIR(entry.st_mode):
+                continue
+            os.chmod(path, 0o700)  # a command may have closed it
+            if (descriptor := _lock(path)) is None:
                 continue
             try:
                 remove(path)
