@@ -14,6 +14,7 @@ Rules (design section 6, I13, I14):
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,6 +23,8 @@ from cluster.scheduler import Cause, JobView, Phase
 from miles_core.records import split_writer
 from miles_core.runtime.context import DRAINED_EXIT_CODE
 
+TOLD_TOO_EARLY_EXIT_CODE = 128 + signal.SIGUSR2
+"""The warning ahead of a limit or a preemption ended a role that did not listen yet; it had nothing in hand."""
 MISSING_QUERIES = 3
 """Good queries in a row without a job before it counts as vanished."""
 
@@ -203,7 +206,7 @@ def costs_retry(job: JobView) -> bool:
     """True if this end is the role's own fault (I14)."""
     if job.cause in (Cause.INFRASTRUCTURE, Cause.CANCELLED):
         return False
-    return job.exit_code != DRAINED_EXIT_CODE
+    return job.exit_code not in (DRAINED_EXIT_CODE, TOLD_TOO_EARLY_EXIT_CODE)
 
 
 def next_attempt(view: RoleView) -> int:

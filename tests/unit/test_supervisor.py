@@ -112,6 +112,7 @@ def test_attempts_rise_above_every_lease() -> None:
         (Cause.INFRASTRUCTURE, None, False),
         (Cause.CANCELLED, None, False),
         (Cause.FAILED, DRAINED_EXIT_CODE, False),
+        (Cause.FAILED, 140, False),
     ],
 )
 def test_what_costs_a_retry(cause: Cause, exit_code: int | None, costs: bool) -> None:
