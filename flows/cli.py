@@ -138,13 +138,16 @@ def resume(
         str | None,
         typer.Option(metavar="NAME", help="A corrected profile of the run's cluster.", autocompletion=complete_cluster),
     ] = None,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Of a run that needs it: drop what is missing, go on from the newest checkpoint.")
+    ] = False,
     takeover: TakeOver = False,
     as_json: AsJson = False,
 ) -> None:
     """Goes on with a run that did not end, by its name alone; lifts a drain and adopts jobs that live."""
     from flows.session import Session, resume_run
 
-    raise typer.Exit(resume_run(find_run(run), cluster, Session(takeover, as_json)))
+    raise typer.Exit(resume_run(find_run(run), cluster, Session(takeover, as_json), rollback=rollback))
 
 
 @app.command(cls=Watchable)

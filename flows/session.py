@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cluster.epoch import check_same_cluster, read_closed, read_cluster
 from cluster.profile import ClusterProfile, load_cluster
+from cluster.rollback import describe, request_rollback
 from cluster.schedulers import make_scheduler
 from cluster.supervise import Outcome
 from flows.display import Display, miles_command
@@ -53,16 +54,21 @@ def run_recipe(recipe: str, cluster: str, run_id: str | None, settings: tuple[st
     return _host(paths, profile, display, session, again=("--cluster", cluster))
 
 
-def resume_run(root: Path, cluster: str | None, session: Session) -> int:
-    """Goes on with a run by its directory alone; the exit code. Raises MilesError, also for a run that is over."""
+def resume_run(root: Path, cluster: str | None, session: Session, *, rollback: bool = False) -> int:
+    """Goes on with a run by its directory alone; the exit code. `rollback`: from its newest usable checkpoint.
+
+    Raises MilesError, also for a run that is over, that needs a rollback, or that needs none.
+    """
     run, paths = read_run(root)
     profile = read_cluster(run)
     if cluster is not None:
         profile = load_cluster(cluster)
         check_same_cluster(run, root, profile)
-    _refuse_what_is_over(run, paths)
-    again = () if cluster is None else ("--cluster", cluster)
-    return _host(paths, profile, Display(run.run_id, run.recipe.steps, to_stderr=session.as_json), session, again=again)
+    _refuse_what_is_over(run, paths, rollback=rollback)
+    display = Display(run.run_id, run.recipe.steps, to_stderr=session.as_json)
+    if rollback:
+        display.say(f"rolled {describe(request_rollback(paths, takeover=session.takeover))}")
+    return _host(paths, profile, display, session, again=() if cluster is None else ("--cluster", cluster))
 
 
 class RunIsOver(MilesError):
@@ -71,12 +77,12 @@ class RunIsOver(MilesError):
     exit_code = CANCELLED_EXIT_CODE
 
 
-def _refuse_what_is_over(run: RunConfig, paths: RunPaths) -> None:
+def _refuse_what_is_over(run: RunConfig, paths: RunPaths, *, rollback: bool) -> None:
     closed = read_closed(run, paths)
-    if closed is None:
+    if closed is None or (rollback and closed.state == "NEEDS_ROLLBACK"):
         return
     if closed.state == "NEEDS_ROLLBACK":
-        raise NeedsRollback(f"run {run.run_id} needs a rollback: {closed.detail}")
+        raise _needs_rollback(run, paths, closed.detail)
     if closed.state == "CANCELLED":
         raise RunIsOver(_cancelled(run, closed))
     raise RunDirectoryError(
@@ -91,6 +97,8 @@ def _host(paths: RunPaths, profile: ClusterProfile, display: Display, session: S
         with display:
             hooks = Hooks(display.progress, display.incident)
             outcome = supervise(paths, profile, hooks, takeover=session.takeover, go_on=True)
+    except NeedsRollback as error:
+        raise NeedsRollback(f"{error}. {_roll_back(paths)}") from error
     except BrokenPipeError:
         print("miles: left, as nobody reads the output any more; the jobs go on", file=sys.stderr)
         raise
@@ -116,11 +124,19 @@ def _explain_end(run: RunConfig, paths: RunPaths, outcome: Outcome | None, displ
         display.say(f"run {run.run_id} is drained: no job of it is left. Continue: {go_on}")
         return DRAINED_EXIT_CODE
     if outcome.state == "NEEDS_ROLLBACK":
-        raise NeedsRollback(f"run {run.run_id} needs a rollback: {outcome.detail}")
+        raise _needs_rollback(run, paths, outcome.detail)
     if outcome.state == "CANCELLED":
         display.say(_cancelled(run, outcome))
         return CANCELLED_EXIT_CODE
     return 0
+
+
+def _needs_rollback(run: RunConfig, paths: RunPaths, detail: str) -> NeedsRollback:
+    return NeedsRollback(f"run {run.run_id} needs a rollback: {detail}. {_roll_back(paths)}")
+
+
+def _roll_back(paths: RunPaths) -> str:
+    return f"`miles resume {paths.root} --rollback` drops what is missing and goes on from the newest usable checkpoint"
 
 
 def _cancelled(run: RunConfig, closed: RunClosed) -> str:

@@ -23,9 +23,9 @@ from cluster.supervise import Progress, Supervisor
 from flows import cli, launch
 from flows.ending import wait_for_outcome
 from flows.logs import print_logs
-from miles_core.errors import DeadlineExceeded, MilesError, RecipeError, SchedulerError
+from miles_core.errors import DeadlineExceeded, MilesError, NeedsRollback, RecipeError, SchedulerError
 from miles_core.paths import RunPaths
-from miles_core.records import RunClosed
+from miles_core.records import Rollback, RunClosed
 from miles_core.run import RunConfig
 from tasks.prepare import ensure_run
 from tests.e2e.runs import REPOSITORY
@@ -324,6 +324,33 @@ def test_resume_refuses_what_is_over_with_a_sentence(
     monkeypatch.setattr("flows.session.read_closed", lambda run, paths: closed)
     refused = miles("resume", "x")
     assert refused.code == code and refused.err.startswith("miles: run x ") and refused.out == ""
+
+
+def test_resume_with_rollback_says_what_is_dropped_then_goes_on(
+    model: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", leave_at_once)
+    miles(*run_arguments(model))
+    rollback = Rollback(number=1, step=4, last_step=6, attempts={}, groups=8, missing="shard x", unix_s=1.0)
+    asked: list[bool] = []
+    monkeypatch.setattr("flows.session.request_rollback", lambda paths, *, takeover: asked.append(takeover) or rollback)  # type: ignore[func-returns-value]
+    gone_on = miles("resume", "x", "--rollback")
+    assert gone_on.code == 130 and asked == [False]
+    assert "steps 5 to 6 are abandoned, 8 groups are dropped; missing was shard x" in gone_on.out
+    told = miles("resume", "x", "--rollback", "--takeover", "--json")
+    assert asked[1:] == [True] and "8 groups" in told.err and json.loads(told.out)["run_id"] == "x"
+
+
+def test_a_run_that_needs_a_rollback_says_how(model: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(self: Supervisor) -> None:
+        leave_at_once(self)
+        raise NeedsRollback("run x needs a rollback: shard y is gone")
+
+    monkeypatch.setattr(Supervisor, "run", give_up)
+    told = miles(*run_arguments(model))
+    assert (
+        told.code == 6 and "shard y is gone" in told.err and f"miles resume {Path('runs/x').resolve()} --rollback" in told.err
+    )
 
 
 def test_resume_takes_a_corrected_profile_of_the_same_cluster_only(

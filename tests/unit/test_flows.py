@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,17 +17,21 @@ import httpx
 import pytest
 import yaml
 
-from cluster.epoch import read_closed
+from cluster.drain import DrainRequest, request_drain
+from cluster.epoch import read_closed, read_outcome
 from cluster.job_spec import make_job_spec
 from cluster.local.scheduler import LocalScheduler
 from cluster.supervise import Progress
+from flows import train
+from flows.automations import continued
 from flows.limits import LimitedScheduler
 from flows.nightly import live_run, slot_is_old, slot_run_id
 from flows.prefect_report import PrefectReporter, Teller, artifact_key, flow_run_name, jobs_table
 from flows.pulse import Pulse, watch
 from flows.reap import MEMORY_FILE, Finding, Reaper
+from flows.resume import resume
 from miles_core.errors import SchedulerError
-from miles_core.records import Incident
+from miles_core.records import Drained, Incident
 from miles_core.run import all_writers
 from miles_core.store.journal import encode_frame
 from tests.unit.fake_slurm import ManualClock
@@ -218,6 +223,34 @@ def test_a_cancel_that_nobody_obeyed_is_obeyed(sleeping: SleepingRun) -> None:
     assert finding.done == "ended and closed as CANCELLED" and not sleeping.live_jobs()
     closed = read_closed(sleeping.run, sleeping.paths)
     assert closed is not None and closed.state == "CANCELLED"
+
+
+def test_a_drain_that_nobody_obeyed_is_obeyed_and_the_run_stays_open(sleeping: SleepingRun) -> None:
+    sleeping.start_job()
+    sleeping.take()
+    request_drain(sleeping.paths, DrainRequest())
+    (finding,) = reap(sleeping.paths.root.parent, ManualClock())
+    assert finding.done == "drained; `resume` continues the run" and not sleeping.live_jobs()
+    assert isinstance(read_outcome(sleeping.run, sleeping.paths), Drained)
+    assert reap(sleeping.paths.root.parent, ManualClock()) == []
+
+
+@pytest.mark.parametrize("go_on", [True, False])
+def test_a_flow_of_a_drained_run_is_completed_and_named_so(
+    sleeping: SleepingRun, monkeypatch: pytest.MonkeyPatch, go_on: bool
+) -> None:
+    """Failed or Crashed, a retry or the automation would start it again before the maintenance."""
+    seen: list[bool] = []
+    monkeypatch.setattr(train, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(train, "supervise", lambda *arguments, **options: seen.append(options["go_on"]) or Drained())
+    state = train.host(sleeping.run, sleeping.paths, sleeping.profile, go_on=go_on)
+    assert not isinstance(state, str) and state.is_completed() and state.name == "Drained" and seen == [go_on]
+    assert "miles resume" in str(state.message)
+
+
+def test_the_automation_behind_a_crash_obeys_a_drain() -> None:
+    (action,) = continued("00000000-0000-0000-0000-000000000000").model_dump(mode="json")["actions"]
+    assert action["parameters"]["go_on"] is False and inspect.signature(resume.fn).parameters["go_on"].default is True
 
 
 # --- what Prefect is told ----------------------------------------------------------------------------------------------
