@@ -5,9 +5,9 @@ version has a step record before it has bytes, and whatever a crash cuts off is 
 newest valid checkpoint, trains the recorded batches up to the last accepted step again without publishing (records marked
 `replay`), then publishes that step as a full anchor under its own attempt and goes on.
 
-Failure: what is gone for good ends with the completion record `needs_rollback` and NeedsRollback; superseded, it leaves
-through LeaseLost; a signal lets the step in hand end, then it saves a checkpoint and leaves without a completion record.
-The same inputs give the same bytes.
+Failure: what is gone for good ends with a checkpoint, the completion record `needs_rollback` and NeedsRollback; superseded,
+it leaves through LeaseLost; a signal lets the step in hand end, then it saves a checkpoint and leaves without a completion
+record. The same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ class Learner:
             self._end()
         except NeedsRollback as missing:
             log.error("%s", missing)
+            if self._saved_step < self._step:
+                self._save_checkpoint()  # The rollback goes back to it: what is in hand is not lost with what is missing.
             self._finish("needs_rollback", str(missing))
             raise
         finally:
@@ -245,6 +247,7 @@ class Learner:
             self._context.before_write()
             return self._publisher.write(prepared, after_data=lambda: self._crash_point("after_publish_data"))
 
+        self._crash_point("before_publish")
         with self._timed("publish"):
             prepared = self._publisher.prepare(version, self._tensors, self._entries, self._probe())
             self._write(self._insist(f"publishing version {tuple(version)}", attempt_it), "the record of a version")
@@ -277,8 +280,11 @@ class Learner:
             self._context.before_write()
             return save_checkpoint(self._context.fs, self._context.paths, version, self._digest, self._trainer.save)
 
+        self._crash_point("before_checkpoint")
         with self._timed("checkpoint"):
-            self._write(self._insist(f"the checkpoint of step {version.step}", attempt_it), "the record of a checkpoint")
+            saved = self._insist(f"the checkpoint of step {version.step}", attempt_it)
+            self._crash_point("after_checkpoint_files")
+            self._write(saved, "the record of a checkpoint")
         self._saved_step = self._step
         self._crash_point("after_checkpoint")
 

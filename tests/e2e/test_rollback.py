@@ -40,13 +40,14 @@ def test_a_lost_shard_ends_the_run_and_a_rollback_completes_it(tmp_path: Path) -
     assert again.returncode == 6 and shard in again.stderr
 
     rollback = request_rollback(ledger_of(root)[1])
-    assert (rollback.step, rollback.last_step) == (4, 6) and shard in rollback.missing and shard in rollback.lost
+    # Its successor trained batch 5 again and saved that before it gave up.
+    assert (rollback.step, rollback.last_step) == (5, 6) and shard in rollback.missing and shard in rollback.lost
     second = miles(tmp_path, *arguments)
     assert second.returncode == 0, second.stdout + second.stderr
     assert miles(tmp_path, "verify", str(root)).returncode == 0
     summary = summary_of(root)
     (told,) = summary["rollbacks"]
     assert summary["state"] == "COMPLETED" and summary["steps"] == 12
-    assert (told["step"], told["last_step"], told["groups"]) == (4, 6, rollback.groups)
-    assert summary["groups"]["dropped"]["rolled_back"] >= rollback.groups >= 8
+    assert (told["step"], told["last_step"], told["groups"]) == (5, 6, rollback.groups)
+    assert summary["groups"]["dropped"]["rolled_back"] >= rollback.groups >= 4
     assert summary["groups"]["trained"] == 48 and summary["groups"]["open"] == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from miles_core.errors import DeadlineExceeded, LeaseLost, MilesError, NeedsRollback
+from miles_core.learner.checkpoints import newest_valid
 from miles_core.learner.consume import check_batch
 from miles_core.paths import RunPaths
 from miles_core.policy.lineage import Lineage
@@ -292,6 +293,15 @@ def test_a_missing_shard_needs_a_rollback(prepared):
     orchestrator.shard(5).unlink()
     assert_needs_rollback(run, paths, 2, str(paths.relative(orchestrator.shard(5))))
     assert read_lineage(run, paths).published_at(5) is None
+
+
+def test_what_is_in_hand_is_saved_before_it_gives_up(prepared):
+    run, paths, orchestrator = prepared
+    orchestrator.shard(6).unlink()
+    assert_needs_rollback(run, paths, 1, "batch 6")
+    lineage = read_lineage(run, paths)
+    found = newest_valid(paths, lineage)
+    assert found is not None and found[0].step == lineage.newest_step == 5
 
 
 def test_a_changed_shard_needs_a_rollback_also_before_it_was_ever_trained(prepared):
