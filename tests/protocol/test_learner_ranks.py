@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -16,17 +17,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from miles_core.errors import DeadlineExceeded, LeaseLost, MilesError, RankLost
 from miles_core.learner import ranks
-from miles_core.learner.ranked import interface_of
+from miles_core.learner.checkpoints import save_checkpoint, verify_checkpoint
+from miles_core.learner.ranked import RankedTrainer, _Follower, device_of, interface_of
 from miles_core.learner.ranks import Lead, Link, Meeting, Place, Sibling, ephemeral_ports, open_port
 from miles_core.paths import RunPaths
 from miles_core.recipe import LearnerSpec
 from miles_core.records import Version
 from miles_core.run import RunConfig
+from miles_core.store.fs import FileSystem
+from miles_core.store.publish import digest_bytes
 from tests.protocol.learner_run import STEPS, FakeOrchestrator, learner_context, make_run, metric_points, read_lineage
 from tests.unit.tiny_models import save_tiny_model
 
@@ -346,6 +351,77 @@ def test_names_that_lead_nowhere_are_passed_over(jobs: Callable[..., Job]) -> No
         link: Link = job.sibling(1)._connect(meeting, os._exit)
     assert link.command() == {"do": "leave"} and link.own_address == link.peer_address == "127.0.0.1"
     link.close()
+
+
+# ---- checkpoints of several ranks, and which GPU
+
+
+class HalfTrainer:
+    """One rank's trainer, as far as a checkpoint goes: one file, or a disk that is full."""
+
+    def __init__(self, rank: int, *, is_full: bool = False) -> None:
+        self.name, self.is_full = f"engine/rank{rank}.pt", is_full
+
+    def save(self, folder: Path) -> tuple[str, ...]:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device", self.name)
+        (folder / self.name).parent.mkdir(exist_ok=True)
+        (folder / self.name).write_bytes(self.name.encode())
+        return (self.name,)
+
+
+class LeadOf(Lead):
+    """A lead whose one sibling is in this process."""
+
+    def __init__(self, trainer: HalfTrainer) -> None:
+        super().__init__(Place(0, 2, 0))
+        self._sibling = _Follower(cast(Link, None), Place(1, 2, 1), cast(Any, None))
+        self._sibling._trainer = cast(Any, trainer)
+        self._answers: list[dict[str, Any]] = []
+
+    def tell(self, do: str, **what: Any) -> None:
+        self._answers = [self._sibling.do(json.loads(json.dumps({"do": do, **what})))]
+
+    def answers(self) -> list[dict[str, Any]]:
+        answers, self._answers = json.loads(json.dumps(self._answers)), []
+        return cast(list[dict[str, Any]], answers)
+
+
+def ranked(own: HalfTrainer, other: HalfTrainer) -> RankedTrainer:
+    return RankedTrainer(cast(Any, own), LeadOf(other))
+
+
+def test_each_rank_seals_its_own_files_and_rank_0_announces_all(tmp_path: Path) -> None:
+    trainer = ranked(HalfTrainer(0), HalfTrainer(1))
+    record = save_checkpoint(FileSystem(), RunPaths(tmp_path), Version(3, 1), "w", trainer.save)
+    assert [(file.name, file.digest) for file in record.files] == [
+        (f"engine/rank{rank}.pt", digest_bytes(f"engine/rank{rank}.pt".encode())) for rank in (0, 1)
+    ]
+    assert verify_checkpoint(RunPaths(tmp_path), record)
+
+
+@pytest.mark.parametrize(("full", "says"), [(0, "No space left"), (1, "rank 1: No space left")])
+def test_a_full_disk_on_any_rank_is_an_oserror_that_leaves_the_ranks_in_step(tmp_path: Path, full: int, says: str) -> None:
+    halves = [HalfTrainer(rank, is_full=rank == full) for rank in (0, 1)]
+    trainer = ranked(*halves)
+    with pytest.raises(OSError, match=says) as refused:
+        save_checkpoint(FileSystem(), RunPaths(tmp_path), Version(3, 1), "w", trainer.save)
+    assert refused.value.errno == errno.ENOSPC and refused.value.filename == f"engine/rank{full}.pt"
+    assert trainer._lead.answers() == [], "the other rank's answer was taken all the same"
+    halves[full].is_full = False
+    assert len(save_checkpoint(FileSystem(), RunPaths(tmp_path), Version(3, 1), "w", trainer.save).files) == 2
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "device"), [(0, 3, "cpu"), (4, 3, "cuda:3"), (1, 3, "cuda:0")])
+def test_a_rank_takes_the_gpu_of_its_number_or_the_one_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, device: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: visible > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
+    assert device_of(Place(5, 8, local_rank)) == device
+    if visible == 4:
+        with pytest.raises(MilesError, match="local rank 4 finds 4 GPUs on its node"):
+            device_of(Place(5, 8, 4))
 
 
 # ---- the role itself, with DeepSpeed and gloo
