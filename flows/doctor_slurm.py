@@ -201,6 +201,10 @@ def _qos(profile: ClusterProfile, facts: SiteFacts) -> Finding:
         return ok("QOS", f"none asked for; there are {', '.join(facts.qos)}")
     if wanted not in facts.qos:
         return bad("QOS", f"there is no {wanted!r}", f"set slurm.qos to one of: {', '.join(facts.qos)}")
+    charged = [found for found in facts.associations or () if profile.slurm.account in (None, found.account)]
+    allowed = frozenset().union(*(found.qos for found in charged))
+    if allowed and wanted not in allowed:
+        return bad("QOS", f"your account may not use {wanted!r}", f"set slurm.qos to one of: {', '.join(sorted(allowed))}")
     longest = max(resources.time_min for resources in asked_for(profile).values())
     if longest > facts.qos[wanted]:
         return bad("QOS", f"{wanted} allows {_minutes(facts.qos[wanted])}, a job asks for {longest} min", "lower time_min")

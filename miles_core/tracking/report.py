@@ -28,7 +28,7 @@ from miles_core.tracking.report_sections import drops_table, incidents_table, jo
 from miles_core.tracking.summary import summarize
 
 _HERE = Path(__file__).resolve().parent
-_STATES = {"COMPLETED": "good", "RUNNING": "live"}
+_STATES = {"COMPLETED": "good", "RUNNING": "live", "DRAINED": "live"}
 
 
 def write_report(run: RunConfig, paths: RunPaths) -> Path:

@@ -88,6 +88,12 @@ def test_a_site_that_offers_everything_is_all_well() -> None:
         ({}, {"config": DATABASE, "associations": (replace(LAB, max_submit=3),)}, "account", "MaxSubmitJobs"),
         ({"slurm": {"qos": "no"}}, {"config": DATABASE, "qos": {"normal": math.inf}}, "QOS", "one of: normal"),
         ({"slurm": {"qos": "normal"}}, {"config": DATABASE, "qos": {"normal": 60.0}}, "QOS", "time_min"),
+        (
+            {"slurm": {"qos": "long", "account": "lab"}},
+            {"config": DATABASE, "associations": (LAB,), "qos": {"long": math.inf}},
+            "QOS",
+            "one of: normal",
+        ),
     ],
 )
 def test_what_cannot_work_is_bad_and_says_what_to_change(

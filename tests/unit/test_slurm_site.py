@@ -64,7 +64,7 @@ def test_times_as_slurm_writes_them(text: str, minutes: float) -> None:
 
 
 def test_accounts_qos_and_reservations() -> None:
-    (lab, free) = parse_associations("lab|normal,high|10|100\nfree|||\nslurm_load error\n")
+    (lab, free) = parse_associations("lab|normal,high|10|100\nfree|||\nslurm_load error\n")  # as sacctmgr 22.05 prints them
     assert (lab.account, lab.qos, lab.max_jobs, lab.max_submit) == ("lab", {"normal", "high"}, 10, 100)
     assert (free.account, free.qos, free.max_jobs) == ("free", frozenset(), None)
     assert parse_qos("normal|\nlong|7-00:00:00\n") == {"normal": math.inf, "long": 10080}
