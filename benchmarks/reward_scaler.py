@@ -37,9 +37,7 @@ def main() -> None:
     for _ in range(1000):
         scaler.scale(batch)
     scaled_us = (time.perf_counter() - started) * 1e3
-    print(
-        f"add: {seconds / count * 1e6:.2f} us a grade, slowest {slowest * 1e3:.1f} ms (once in {spec.long} grades)"
-    )
+    print(f"add: {seconds / count * 1e6:.2f} us a grade, slowest {slowest * 1e3:.1f} ms (once in {spec.long} grades)")
     print(f"scale: {scaled_us:.0f} us a batch of 128 = {scaled_us / 128:.2f} us a grade")
     print(f"after a restart: {seconds:.2f} s for {count} grades")
 
