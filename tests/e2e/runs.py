@@ -53,6 +53,10 @@ def short_run_arguments(run_id: str, *settings: str, cluster: str = "local") -> 
     return argv
 
 
+FINISHED_RUN = short_run_arguments("short", "retention.versions=false")
+"""The run of the fixture `finished_run`."""
+
+
 def ledger_of(root: Path) -> tuple[RunConfig, RunPaths, Ledger]:
     """The ledger of a run directory, live or not."""
     run, paths = read_run(root)

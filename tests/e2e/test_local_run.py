@@ -11,6 +11,7 @@ import pytest
 from miles_core.paths import RunPaths
 from miles_core.tracking.summary import summarize
 from tests.e2e.runs import (
+    FINISHED_RUN,
     kill_role,
     ledger_of,
     miles,
@@ -68,7 +69,7 @@ def test_status_and_logs_of_a_finished_run(finished_run: Path) -> None:
 
 
 def test_a_closed_run_is_only_read(finished_run: Path) -> None:
-    again = miles(finished_run.parent.parent, *short_run_arguments("short"))
+    again = miles(finished_run.parent.parent, *FINISHED_RUN)
     assert again.returncode == 0 and "COMPLETED" in again.stdout
     assert all(job["attempts"] == 1 for job in summary_of(finished_run)["jobs"])
 
