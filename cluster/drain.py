@@ -7,6 +7,8 @@ until it is lifted. Two deadlines bound the wait (I15): jobs that have not left 
 
 from __future__ import annotations
 
+import logging
+
 from pydantic import Field, ValidationError
 
 from miles_core.errors import RunDirectoryError
@@ -14,6 +16,8 @@ from miles_core.paths import RunPaths
 from miles_core.recipe import Closed
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import publish_bytes
+
+log = logging.getLogger("miles")
 
 LEAVE_S = 300.0
 """A learner writes a checkpoint, a replica ends its episodes."""
@@ -53,4 +57,5 @@ def lift_drain(paths: RunPaths) -> bool:
         raise RunDirectoryError(
             f"{paths.drain_request}: {error.strerror}; while it is there every supervisor drains the run: remove it"
         ) from error
+    log.warning("%s goes on after a request to drain it", paths.root)
     return True

@@ -56,17 +56,13 @@ def supervise(
 ) -> Outcome | None:
     """Supervises a prepared run until it is over or drained; None when it was asked to leave. A closed run is only read.
 
-    `around` puts something between the supervisor and the cluster's scheduler. `go_on` lifts a request to drain; without it
-    the request is obeyed.
-
+    `around` puts something between the supervisor and the scheduler; `go_on` lifts a request to drain that is obeyed otherwise.
     Raises HeldElsewhere (also when another supervisor took the run over), NodesLost, NeedsRollback, SchedulerError,
     RecipeError, and DeadlineExceeded when the scheduler stays away for `unreachable_s`.
     """
-    # Jobs inherit it, too: what they make in the run directory only its owner may change (I17).
-    os.umask(os.umask(0o022) | 0o022)
+    _let_nobody_write()
     run, paths = read_run(paths.root)
-    closed = read_closed(run, paths)
-    if closed is not None:
+    if (closed := read_closed(run, paths)) is not None:
         return closed
     scheduler = around(make_scheduler(profile, paths.root))
     if not paths.cancel_request.exists() and (go_on or not paths.drain_request.exists()):
@@ -74,8 +70,8 @@ def supervise(
     context = take_epoch(lambda epoch: supervisor_context(run, paths, epoch), takeover=takeover)
     restore = _leave_on_signals(context.leave)
     try:
-        if go_on and lift_drain(paths):
-            log.warning("run %s goes on after a request to drain it", run.run_id)
+        if go_on:
+            lift_drain(paths)
         with _tracked(run, paths, context.attempt, hooks) as (on_progress, on_poll):
             return Supervisor(
                 context, profile, scheduler, on_progress=on_progress, on_incident=hooks.on_incident, on_poll=on_poll,
@@ -88,6 +84,11 @@ def supervise(
         context.stop()
         _leave_report(paths)
         restore()
+
+
+def _let_nobody_write() -> None:
+    """Jobs inherit it, too: what they make in the run directory only its owner may change (I17)."""
+    os.umask(os.umask(0o022) | 0o022)
 
 
 def check_scripts(run: RunConfig, paths: RunPaths, profile: ClusterProfile, scheduler: Scheduler) -> None:
