@@ -35,9 +35,9 @@ from miles_core.run import RunConfig, all_writers, grader_writers, rollout_write
 from miles_core.store.publish import check_file
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import read_shard
-from miles_core.verify.branches import check_rollbacks
 from miles_core.verify.joined import SELF_CUTTING, Joined, Shard
 from miles_core.verify.retention import check_deletions
+from miles_core.verify.rollbacks import check_rollbacks
 from miles_core.verify.streams import Fault, Files
 from miles_core.verify.weights import check_checkpoints, check_evaluations, check_versions
 

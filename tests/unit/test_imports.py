@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,23 @@ def test_arrows_point_down(layer: str) -> None:
     above = set(LAYERS[LAYERS.index(layer) + 1 :]) | {"tests", "benchmarks"} | FOREIGN.get(layer, set())
     assert sources(layer)
     assert {str(path): found for path in sources(layer) if (found := imports_of(path) & above)} == {}
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    """Neither for types alone nor inside a function. Raises CycleError with the way round."""
+    modules = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for name in LAYERS for path in sources(name)}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    arrows: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        arrows[name] = found & modules.keys() - {name}
+    assert sum(map(len, arrows.values())) > len(modules)
+    graphlib.TopologicalSorter(arrows).prepare()
 
 
 def test_only_the_store_touches_coordination_files() -> None:
