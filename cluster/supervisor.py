@@ -303,13 +303,13 @@ def _all_live(world: World) -> tuple[str, ...]:
 
 
 def _wind_down(world: World, close: Close, reason: str) -> list[Action]:
-    """Cancels what is listed; then retires every role, so that one the scheduler forgot leaves, too; then closes."""
+    """Cancels what is listed; then retires every role, so that one the scheduler forgot, or has not listed yet, leaves, too."""
     if not world.query_ok:
         return []
     live = _all_live(world)
     if live:
         return [CancelJobs(live, reason)]
-    unfinished = [view for view in world.roles.values() if not view.done and 0 < view.newest_lease == view.attempt]
+    unfinished = [view for view in world.roles.values() if not view.done and 0 < view.attempt >= view.newest_lease]
     return [*(Retire(view.writer, next_attempt(view)) for view in unfinished), close]
 
 

@@ -224,8 +224,10 @@ def test_cancel_and_rollback_wind_everything_down() -> None:
     retire = Retire("learner-0", 2)
     assert decide(world(empty, cancel_requested=True)) == [retire, Close("CANCELLED", "cancelled on request")]
     assert decide(world(empty, needs_rollback="shard x is gone")) == [retire, Close("NEEDS_ROLLBACK", "shard x is gone")]
-    never_started = replace(empty, newest_lease=0)
-    assert decide(world(never_started, cancel_requested=True)) == [Close("CANCELLED", "cancelled on request")]
+    not_heard_of = replace(empty, newest_lease=0, submitted=False)  # Its submission may still come.
+    assert decide(world(not_heard_of, cancel_requested=True)) == [retire, Close("CANCELLED", "cancelled on request")]
+    for nobody in (replace(empty, attempt=0, newest_lease=0), replace(empty, newest_lease=2)):
+        assert decide(world(nobody, cancel_requested=True)) == [Close("CANCELLED", "cancelled on request")]
     assert decide(world(empty, cancel_requested=True, query_ok=False)) == []
 
 
