@@ -309,13 +309,13 @@ def test_what_does_not_end_is_ended_at_the_deadline(box: Sandbox, command: str) 
 @pytest.mark.parametrize(
     "command",
     [
-        f"sleep {MARK} &",
-        f"sleep {MARK} >/dev/null 2>&1 & disown",
-        f"setsid sleep {MARK} >/dev/null 2>&1 < /dev/null &",
-        f"(setsid nohup sleep {MARK} > log 2>&1 &) ; exec 1>&- 2>&-",
-        f"trap '' HUP TERM; (sleep {MARK}; sleep {MARK}) & echo started",
+        "sleep MARK &",
+        "sleep MARK >/dev/null 2>&1 & disown",
+        "setsid sleep MARK >/dev/null 2>&1 < /dev/null &",
+        "(setsid nohup sleep MARK > log 2>&1 &) ; exec 1>&- 2>&-",
+        "trap '' HUP TERM; (sleep MARK; sleep MARK) & echo started",
     ],
 )
 def test_nothing_outlives_its_call(box: Sandbox, command: str) -> None:
-    assert run(box, command).stopped == ""
+    assert run(box, command.replace("MARK", MARK)).stopped == ""
     wait_until("what went into the background to be gone", lambda: not living(MARK))
