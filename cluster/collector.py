@@ -103,7 +103,9 @@ class Collector:
         while self._unfinished and self._context.clock() <= until_s:
             self._context.leases.check(self._context.writer, self._context.attempt)
             item = self._unfinished[0]
+            self._context.crash_point("before_delete", "collector")
             self._remove(self._paths.resolve(item.name))
+            self._context.crash_point("after_delete", "collector")
             self._unfinished.popleft()
             log.info("deleted %s %s: %d bytes", item.what, item.name, item.size_bytes)
 

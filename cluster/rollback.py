@@ -122,8 +122,10 @@ def _retire(context: RoleContext, writer: str, intended: int) -> int:
             return newest
         context.leases.check(WRITER, context.attempt)
         attempt = max(newest, intended) + 1
+        context.crash_point("before_retire", "rollback")
         if not context.leases.tombstone(writer, attempt, token_of(context.run, writer, attempt)):
             context.pause()  # Somebody's lease, which is not listed here yet.
+        context.crash_point("after_retire", "rollback")
         context.leases.refresh()
 
 
@@ -169,9 +171,11 @@ def _read_retired(context: RoleContext, writer: str, attempts: dict[str, int]) -
 def _publish(context: RoleContext, rollback: Rollback) -> None:
     context.leases.check(WRITER, context.attempt)
     path = context.paths.rollback(rollback.number)
+    context.crash_point("before_rollback", "rollback")
     if not publish_exclusive(context.fs, path, rollback.model_dump_json().encode()):
         context.leases.check(WRITER, context.attempt)
         raise HeldElsewhere(f"{path} was published by somebody else in the meantime; ask again")
+    context.crash_point("after_rollback", "rollback")
 
 
 def _leave_tombstone(context: RoleContext) -> None:

@@ -267,7 +267,9 @@ class Supervisor:
             self._lost(action)
         elif isinstance(action, Retire):
             token = token_of(self.run_config, action.writer, action.attempt)
+            self.context.crash_point("before_tombstone")
             self.context.leases.tombstone(action.writer, action.attempt, token)
+            self.context.crash_point("after_tombstone")
         elif isinstance(action, CancelJobs):
             self._cancel(action)
         elif isinstance(action, AskToLeave):
@@ -298,8 +300,10 @@ class Supervisor:
             return
         self.context.leases.check(WRITER, self.context.attempt)
         spec = make_job_spec(self.run_config, self.paths, self.profile, writer, attempt, self.roles[writer].exclude)
+        self.context.crash_point("before_submit")
         try:
             job_id = self.scheduler.submit(spec)
+            self.context.crash_point("after_submit")
         except SchedulerError as error:
             self._not_taken(writer, error)
             return
@@ -385,8 +389,10 @@ class Supervisor:
         return due
 
     def _tell_scheduler(self, what: str, job_ids: tuple[str, ...], signal: str = "") -> None:
+        self.context.crash_point("before_cancel")
         try:
             self.scheduler.cancel(job_ids, signal=signal)
+            self.context.crash_point("after_cancel")
         except SchedulerError as error:
             if self.evidence.troubles.note(what, str(error)):
                 self.incident("cancel_failed", detail=f"{what}: {error}")

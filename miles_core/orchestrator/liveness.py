@@ -84,9 +84,11 @@ class LivenessWatch:
             counter=self._counter + 1,
             entries=tuple(self._entry(who, verdict) for who, verdict in self._verdicts.items()),
         )
+        self._context.crash_point("before_table")
         publish_bytes(
             self._context.fs, self._context.paths.liveness_table, table.model_dump_json().encode(), Durability.RENAMED
         )
+        self._context.crash_point("after_table")
         self._counter, self._published_at, self._changed = table.counter, now, False
 
     def _entry(self, who: Receiver, verdict: Liveness) -> LivenessEntry:

@@ -313,6 +313,7 @@ class RolloutWorker:
 
     def _seal(self) -> None:
         self._context.before_write()
+        crash_point("rollout", "before_shard", self._shards.sealed + 1, self._context.attempt)
         sealed = self._shards.seal()
         if sealed is not None:
             crash_point("rollout", "after_shard", self._shards.sealed, self._context.attempt)

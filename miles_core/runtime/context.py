@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +26,10 @@ from typing import Any, Literal
 
 from miles_core.errors import LeaseLost, MilesError
 from miles_core.paths import RunPaths
-from miles_core.records import Cuts, Done, Version
+from miles_core.records import Cuts, Done, Version, split_writer
 from miles_core.rollbacks import Rollbacks, read_rollbacks
 from miles_core.run import RunConfig, read_run
+from miles_core.runtime.crash import crash_point
 from miles_core.runtime.machine import read_machine
 from miles_core.store.follow import Follower, Reading, cut_predecessors
 from miles_core.store.fs import FileSystem
@@ -78,19 +80,33 @@ class RoleContext:
         self._stop_beating = threading.Event()
         self._beater: threading.Thread | None = None
         self._is_done = False
+        self._passed = Counter[str]()
+        """How often each crash point was passed."""
         self._background = LeaseFolder(self.fs, paths.leases, run.run_id, clock)
         self._supervisor = LivenessJudge(self.fs, paths.heartbeats, run.timing.orphan_s, clock)
 
     def start(self) -> None:
         """Takes the lease and starts the heartbeat. Raises LeaseLost."""
-        self.leases.acquire(
-            self.writer, self.attempt, self.token, host=socket.gethostname(), pid=os.getpid(), job_id=self.job_id,
-            machine=read_machine(),
-        )  # fmt: skip
+        self.take_lease()
         self.fs.mkdir(self.paths.heartbeats)
         self._try_to_beat()
         self._beater = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
         self._beater.start()
+
+    def take_lease(self) -> None:
+        """The first part of `start`. Raises LeaseLost."""
+        self.crash_point("before_lease")
+        self.leases.acquire(
+            self.writer, self.attempt, self.token, host=socket.gethostname(), pid=os.getpid(), job_id=self.job_id,
+            machine=read_machine(),
+        )  # fmt: skip
+        self.crash_point("after_lease")
+
+    def crash_point(self, name: str, part: str = "") -> None:
+        """A point whose number is how often this attempt passed it; `part`: of this role (collector, rollback)."""
+        role = part or split_writer(self.writer)[0]
+        self._passed[f"{role} {name}"] += 1
+        crash_point(role, name, self._passed[f"{role} {name}"], self.attempt)
 
     def stop(self) -> None:
         """Stops the heartbeat."""
@@ -135,6 +151,7 @@ class RoleContext:
         return JournalWriter(
             self.fs, self.paths.journal(self.writer), run_id=self.run.run_id, writer=self.writer, attempt=self.attempt,
             token=self.token, sync_s=self.timing.sync_s, clock=self.clock, before_write=self.before_write,
+            crash_point=self.crash_point,
         )  # fmt: skip
 
     def cut_predecessors(self) -> Cuts:
@@ -170,7 +187,9 @@ class RoleContext:
             writer=self.writer, attempt=self.attempt, outcome=outcome, detail=detail,
             journal_bytes=journal.bytes, journal_hash=journal.hash,
         )  # fmt: skip
+        self.crash_point("before_done")
         publish_bytes(self.fs, self.paths.done(self.writer), done.model_dump_json().encode())
+        self.crash_point("after_done")
         self._is_done = True
 
     @property

@@ -129,11 +129,13 @@ class JournalWriter:
         sync_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         before_write: Callable[[], None] = lambda: None,
+        crash_point: Callable[[str], None] = lambda name: None,
     ) -> None:
+        """`crash_point` is passed around each write of bytes (crash tests)."""
         self._fs, self._folder, self._clock, self._sync_s = fs, folder, clock, sync_s
         self._header = Header(run_id=run_id, writer=writer, attempt=attempt, token=token, segment=0, start_bytes=0)
         self._attempt = attempt
-        self._before_write = before_write
+        self._before_write, self._crash_point = before_write, crash_point
         self._pending: list[bytes] = []
         self._state = xxhash.xxh3_128()
         self._segment = -1
@@ -207,8 +209,10 @@ class JournalWriter:
     def _append_to_segment(self, body: bytes) -> None:
         path = self._folder / segment_name(self._attempt, self._segment)
         self._segment_is_open = False
+        self._crash_point("before_flush")
         self._fs.append(path, body)
         self._fs.sync(path)
+        self._crash_point("after_flush")
         self._segment_is_open = True
 
     def _append_to_new_segment(self, body: bytes) -> None:

@@ -197,9 +197,11 @@ class Process:
         self.cluster, self.writer, self.attempt = cluster, writer, attempt
         self.node = f"{writer}.a{attempt}"
         self.rng = random.Random(f"{cluster.seed}/{self.node}")
+        self.sleep: Callable[[float], None] = cluster.clock.advance
+        """What its code does to sleep."""
         self.context = RoleContext(
-            cluster.run, cluster.paths, writer, attempt, token=token(writer, attempt), job_id=f"job-{self.node}",
-            fs=NodeFS(cluster.disk, self.node), clock=cluster.clock, sleep=cluster.clock.advance,
+            cluster.run, cluster.paths, writer, attempt, token=cluster.token(writer, attempt), job_id=f"job-{self.node}",
+            fs=NodeFS(cluster.disk, self.node), clock=cluster.clock, sleep=self._sleep,
         )  # fmt: skip
         self.end = ""
         """`` while it lives; else killed, lost (its lease), failed, left or done."""
@@ -214,6 +216,9 @@ class Process:
     def lives(self) -> bool:
         """It may be stepped."""
         return not self.end
+
+    def _sleep(self, seconds: float) -> None:
+        self.sleep(seconds)
 
     def step(self) -> None:
         """One step and the heartbeat of that time, unless it is frozen."""
@@ -237,7 +242,7 @@ class Process:
             self.context.metrics.close()
 
     def _run(self, steps: RoleSteps) -> Steps:
-        self.context.leases.acquire(self.writer, self.attempt, self.context.token)
+        self.context.take_lease()
         self.context.paths.heartbeats.mkdir(parents=True, exist_ok=True)
         self._next_beat = self.cluster.clock()
         self._next_look = self.cluster.clock() + self.context.timing.lease_s
@@ -309,6 +314,10 @@ class SimCluster:
         self._supervisor = self._open_supervisor()
 
     # --- the supervisor ----------------------------------------------------------------------------------------------
+
+    def token(self, writer: str, attempt: int) -> str:
+        """What its intent gives an attempt."""
+        return token(writer, attempt)
 
     def start(self, *writers: str) -> None:
         """First attempts; of all roles when none is named."""
