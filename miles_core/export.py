@@ -95,11 +95,9 @@ def _copy_base(base: Path, folder: Path) -> None:
 def model_card(run: RunConfig, summary: dict[str, Any], record: dict[str, Any]) -> str:
     """The card: what it is, how it was made, what was measured, and every digest that proves it."""
     environment, evaluation, reward = run.recipe.environment, summary["eval"], summary["reward"]
-    last = record["step"] == run.recipe.steps
-    after = evaluation["greedy_after"] if last else None
+    after = evaluation["greedy_after"] if record["step"] == run.recipe.steps else None
     base = run.recipe.model.path or f"made by the warm-up {run.recipe.model.bootstrap}"
     options = json.dumps(environment.options, sort_keys=True)
-    recipe = json.dumps(run.recipe.model_dump(mode="json"), indent=2)
     return f"""---
 tags: [reinforcement-learning]
 ---
@@ -131,7 +129,7 @@ One run of one seed: no claim of significance. A version between the first and t
 ## Recipe
 
 ```json
-{recipe}
+{run.recipe.model_dump_json(indent=2)}
 ```
 """
 

@@ -149,12 +149,10 @@ class State:
         self.rolled_back: dict[str, str] = {}
         """Groups that are to be dropped after a rollback, with the reason: of voided batches, and with rows in lost shards."""
         self.drops: Counter[str] = Counter()
-        self.last_batch = 0
+        self.ended, self.last_batch = False, 0
         self.trained_step = -1
         """Last accepted step of the learner; -1 before the base model was loaded."""
-        self.ended = False
-        self.next_group = 1
-        self.next_order = 1
+        self.next_group = self.next_order = 1
         self.applied = 0
         """Records and manifest rows taken: what the work of this object is proportional to."""
         self.ignored = 0

@@ -63,8 +63,7 @@ class TorchEngine:
         routers = find_routers(model) if record_experts else None
         self._experts = None if routers is None else ExpertRecord(routers, slots=slots, positions=max_tokens)
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
-        self.version = version
-        self._versions = [version]
+        self.version, self._versions = version, [version]
         self._slot_of: dict[str, int] = {}
         self._key_of: dict[int, str] = {}
         self._free = list(range(slots))
