@@ -80,8 +80,8 @@ class RoleContext:
         self._stop_beating = threading.Event()
         self._beater: threading.Thread | None = None
         self._is_done = False
-        self._passed = Counter[str]()
-        """How often each crash point was passed."""
+        self.passed = Counter[str]()
+        """How often each crash point was passed, by `role name`."""
         self._background = LeaseFolder(self.fs, paths.leases, run.run_id, clock)
         self._supervisor = LivenessJudge(self.fs, paths.heartbeats, run.timing.orphan_s, clock)
 
@@ -105,8 +105,8 @@ class RoleContext:
     def crash_point(self, name: str, part: str = "") -> None:
         """A point whose number is how often this attempt passed it; `part`: of this role (collector, rollback)."""
         role = part or split_writer(self.writer)[0]
-        self._passed[f"{role} {name}"] += 1
-        crash_point(role, name, self._passed[f"{role} {name}"], self.attempt)
+        self.passed[f"{role} {name}"] += 1
+        crash_point(role, name, self.passed[f"{role} {name}"], self.attempt)
 
     def stop(self) -> None:
         """Stops the heartbeat."""
