@@ -149,6 +149,14 @@ class Line:
             return None
         return message if isinstance(message, dict) else None
 
+    def receive_within(self, seconds: float) -> Message | None:
+        """As receive, but the whole message comes within this time, also from one who sends byte by byte."""
+        closing = threading.Timer(seconds, self.close)
+        closing.start()
+        message = self.receive()
+        closing.cancel()
+        return message
+
     def set_timeout(self, seconds: float | None) -> None:
         """For both directions; None waits for ever."""
         self._socket.settimeout(seconds)
@@ -228,15 +236,13 @@ class Lead:
         except OSError:
             return  # Nobody came, or was gone again.
         line = Line(connection)
-        line.set_timeout(HELLO_S)
-        hello = line.receive() or {}
+        hello = line.receive_within(HELLO_S) or {}
         rank = hello.get("rank", 0)
         is_ours = (hello.get("token"), hello.get("job_id")) == (meeting.token, meeting.job_id)
         if not is_ours or rank in self._members or rank not in range(1, self.place.ranks):
             log.warning("a stranger at %s knocked at the ranks' port: %.200s", address, hello)
             line.close()
             return
-        line.set_timeout(None)
         member = _Member(rank, str(hello.get("where")), line)
         self._members[member.rank] = member
         line.send(do="welcome")

@@ -293,7 +293,8 @@ def test_asked_to_leave_before_all_have_joined_it_leaves(jobs: Callable[..., Job
     lead.close()
 
 
-def test_strangers_are_not_taken_for_siblings(jobs: Callable[..., Job]) -> None:
+def test_strangers_are_not_taken_for_siblings(jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "HELLO_S", 0.5)
     job = jobs(num_ranks=2)
     context = learner_context(job.run, job.paths, job_id="job1")
     ended: list[int] = []
@@ -309,6 +310,10 @@ def test_strangers_are_not_taken_for_siblings(jobs: Callable[..., Job]) -> None:
             stranger.sendall(data)
             stranger.settimeout(DEADLINE_S)
             assert stranger.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", meeting.port)) as stranger, pytest.raises(OSError):
+        for _ in range(200):  # Byte by byte, never silent for HELLO_S.
+            stranger.sendall(b"x")
+            time.sleep(0.05)
     assert gathering.is_alive()
     link = job.sibling(1).join(end=ended.append)
     gathering.join(DEADLINE_S)
