@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -104,7 +105,7 @@ class PolicyFeed:
         try:
             self._load(newest)
         except (OSError, DeadlineExceeded) as error:
-            self._failed(newest, error, self._timing.stall_s)
+            self._failed(newest, error, self._patience_s(newest))
         except DigestMismatch as error:
             self._failed(newest, error, max(10.0, 4 * self._timing.visibility_s))
 
@@ -123,6 +124,11 @@ class PolicyFeed:
         self.version = published.version
         self._failing_since, self._retry_at, self._delay_s = None, 0.0, FIRST_RETRY_S
         log.info("serving version=%s probe_gap=%.2g", tuple(published.version), gap)
+
+    def _patience_s(self, published: Published) -> float:
+        """What was published before a rollback may have been collected since; the learner, which may queue, publishes anew."""
+        is_old = not self._context.rollbacks.precede("learner-0", published.version.attempt)
+        return math.inf if is_old else self._timing.stall_s
 
     def _failed(self, published: Published, error: Exception, deadline_s: float) -> None:
         """Sets the next try, or ends the wait: the bytes of a good version become visible within the deadline."""

@@ -21,6 +21,7 @@ from miles_core.records import (
     EvaluationPoint,
     GroupIssued,
     Published,
+    Rollback,
     ShardEntry,
     ShardSealed,
     Version,
@@ -31,6 +32,7 @@ from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import JournalWriter
 from miles_core.store.lease import LeaseFolder, read_heartbeat
+from miles_core.store.publish import publish_exclusive
 from miles_core.tracking.ledger import read_all
 from tests.protocol.learner_run import STEPS, FakeOrchestrator, learner_context, make_run, read_lineage, run_learner
 from tests.unit.fake_slurm import ManualClock
@@ -224,6 +226,23 @@ def test_a_replica_says_what_it_reads_while_it_reads(trained: Run) -> None:
     for _ in range(3):
         feed.poll()
     assert said == [Version(STEPS, 1)] and context.reads is None
+
+
+def test_a_replica_behind_a_rollback_waits_for_a_learner_that_queues(trained: Run) -> None:
+    """Back to 4, whose version was collected while 5 and 6 were the newest. The learner publishes anew when it comes."""
+    run, paths = trained
+    evaluated(trained, 0)
+    Epoch(trained).settle()
+    rollback = Rollback(
+        number=1, step=4, last_step=STEPS, groups=0, missing="x", attempts={"learner-0": 2, "orchestrator-0": 2}, unix_s=0.0
+    )
+    publish_exclusive(FileSystem(), paths.rollback(1), rollback.model_dump_json().encode())
+    clock = ManualClock()
+    feed = PolicyFeed(RoleContext(run, paths, "rollout-0", 3, clock=clock), OpenEngine())  # type: ignore[arg-type]
+    while clock() < 10 * run.timing.stall_s:
+        feed.poll()
+        clock.sleep(60.0)
+    assert feed.version is None and feed.waiting.startswith("waiting: policy version (4, 1)")
 
 
 def test_the_supervisor_deletes_and_waits_for_those_who_read(tmp_path: Path) -> None:
