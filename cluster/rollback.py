@@ -24,7 +24,7 @@ from miles_core.errors import HeldElsewhere, LeaseLost, RunDirectoryError
 from miles_core.learner.checkpoints import newest_valid
 from miles_core.paths import RunPaths
 from miles_core.policy.lineage import Lineage
-from miles_core.records import Batch, Drained, Incident, Intent, Rollback, RunClosed
+from miles_core.records import Batch, CheckpointSaved, Deletion, Drained, Incident, Intent, Rollback, RunClosed
 from miles_core.run import all_writers, read_run
 from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Delivered, cut_predecessors, read_cut
@@ -86,7 +86,8 @@ def _open_journal(context: RoleContext) -> tuple[JournalWriter, list[Any]]:
 
 def _new(context: RoleContext, records: list[Any]) -> Rollback:
     missing = _why(context, records)
-    rollback = _make(context, missing, _retire_all(context, records))
+    gone = {item.name for record in records if isinstance(record, Deletion) for item in record.items}
+    rollback = _make(context, missing, gone, _retire_all(context, records))
     _publish(context, rollback)
     return rollback
 
@@ -129,10 +130,12 @@ def _retire(context: RoleContext, writer: str, intended: int) -> int:
         context.leases.refresh()
 
 
-def _make(context: RoleContext, missing: str, attempts: dict[str, int]) -> Rollback:
+def _make(context: RoleContext, missing: str, gone: set[str], attempts: dict[str, int]) -> Rollback:
+    """`gone`: what is recorded as deleted; of the last of it the next supervisor may have bytes to remove (I12)."""
     lineage = Lineage(context.rollbacks)
     for item in _read_retired(context, "learner-0", attempts):
-        lineage.fold(item)
+        if not (isinstance(item.record, CheckpointSaved) and item.record.folder in gone):
+            lineage.fold(item)
     found = newest_valid(context.paths, lineage)
     step = 0 if found is None else found[0].step
     voided = [
