@@ -122,6 +122,8 @@ def test_no_git_and_a_repository_without_a_commit_are_unknown(tmp_path: Path, mo
         "-----BEGIN RSA PRIVATE KEY-----",
         "url = 'https://me:pass@host/x'", "Authorization: Bearer abcdefgh12", "x = 'sk-abcdefghijklmnopqrst'",
         "key0123456789abcdefghijklmnopqrstuvwxyz0123456789", "ghp_abcdefghijklmnopqrstuvwx", "wandb_v1_abcdefghijklmnopqrst",
+        "MYSQL_PWD=hunter22", "db_pass = 'hunter2'", "ASIAABCDEFGHIJKLMNOP", "KEY='AIzaSyA-_34567890abcdefghijklmnopqrstuv'",
+        "npm_abcdefghijklmnopqrstuvwxyz0123456789", "pypi-AgEIcHlwaS5vcmcCJDEy", "dckr_pat_abcdefghijklmnop",
     ],
 )  # fmt: skip
 def test_what_looks_like_a_secret(line: str) -> None:
@@ -134,10 +136,18 @@ def test_what_looks_like_a_secret(line: str) -> None:
         "token = token_of(run, writer, attempt)", "max_new_tokens: 24", "tokenizer = AutoTokenizer.from_pretrained(folder)",
         "    token: str = ''", '"MILES_TOKEN": token,', "author = name", "learner: {lr: 3.0e-4}", "x = 1",
         "path: /scratch/users/alice/runs2026/models/Qwen34B", "def f(tokens: list[int]) -> None:", "num_tokens=12345678",
+        "OLDPWD=/home/alice/run2026", "first_passage = 12345678", "pass_rate: 0.12345678",
     ],
 )  # fmt: skip
 def test_what_does_not(line: str) -> None:
     assert not looks_secret(line)
+
+
+def test_no_line_of_a_private_key_is_kept() -> None:
+    """Also those with many slashes, which look like paths, and the short last one."""
+    key = ["-----BEGIN PRIVATE KEY-----", "a/b/c/d/e/f/g/h", "MC4CAQ==", "-----END PRIVATE KEY-----"]
+    shown = mask_lines("\n".join(["+x = 1", *(f"+{line}" for line in key), "+y = 2"])).split("\n")
+    assert shown == ["+x = 1", *[f"+{LEFT_OUT}"] * 3, "+-----END PRIVATE KEY-----", "+y = 2"]
 
 
 def test_a_command_line_keeps_all_but_its_secrets() -> None:
