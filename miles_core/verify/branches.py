@@ -33,6 +33,11 @@ class Branches:
         """Whether step `step` of a branch is part of the newest branch."""
         return all(step <= rollback.step for rollback in self.rollbacks[branch:])
 
+    def voided_groups(self) -> set[str]:
+        """Groups of batches that were taken back; the next orchestrator drops them."""
+        voided = [batch for (branch, step), batch in self.batches.items() if not self.lives(branch, step)]
+        return {group.group_id for batch in voided for group in batch.groups}
+
     def has_abandoned(self, version: Version) -> bool:
         """Whether a version (a step record, a checkpoint) is of an abandoned part."""
         return not self.lives(self.of("learner-0", version.attempt), version.step)

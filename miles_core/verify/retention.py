@@ -76,12 +76,15 @@ def _needed_checkpoints(joined: Joined) -> set[str]:
 
 
 def _needed_shards(joined: Joined) -> set[str]:
-    """Shards with a group that is open, or in a batch behind the oldest checkpoint that stays (or behind a rollback)."""
+    """Shards with a group that is open, or in a batch behind the oldest checkpoint that stays (or behind a rollback).
+
+    A group of a batch that was taken back is never trained again, also before an orchestrator came to drop it.
+    """
     steps, count = sorted(_checkpoints(joined)), joined.recipe.retention.checkpoints
     oldest = steps[-count] if len(steps) >= count else -1
     if joined.branches.rollbacks:
         oldest = max(oldest, joined.branches.rollbacks[-1].step)
-    groups = {group for group in joined.groups if group not in joined.ends}
+    groups = joined.groups.keys() - joined.ends.keys() - joined.branches.voided_groups()
     for step, batch in joined.batches.items():
         if step > oldest:
             groups.update(group.group_id for group in batch.groups)

@@ -77,12 +77,7 @@ def _check_obeyed(joined: Joined, where: str, number: int, rollback: Rollback) -
 
 def _check_groups(joined: Joined) -> None:
     """The groups of a voided batch are dropped as rolled back, at the latest at the end; others only if rows are lost."""
-    voided = {
-        group.group_id
-        for (branch, step), batch in joined.branches.batches.items()
-        if not joined.branches.lives(branch, step)
-        for group in batch.groups
-    }
+    voided = joined.branches.voided_groups()
     for group_id in voided:
         ends = joined.ends.get(group_id, [])
         if set(ends) - {"dropped as rolled_back"} or (joined.ended is not None and not ends):

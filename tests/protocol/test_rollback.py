@@ -15,26 +15,12 @@ from cluster.epoch import supervisor_context
 from cluster.rollback import describe, request_rollback, roll_back
 from miles_core.errors import HeldElsewhere, JournalCorrupt, NeedsRollback, RunDirectoryError
 from miles_core.paths import RunPaths
-from miles_core.records import (
-    Batch,
-    CheckpointSaved,
-    Cut,
-    Deleted,
-    Deletion,
-    Drop,
-    EvaluationPoint,
-    Rollback,
-    RunClosed,
-    RunEnded,
-    StepDone,
-    Version,
-    digest_record,
-)
+from miles_core.records import Batch, Cut, Drop, EvaluationPoint, Rollback, RunClosed, RunEnded, StepDone, Version
 from miles_core.rollbacks import Rollbacks, read_rollbacks
 from miles_core.run import all_writers, read_run
 from miles_core.runtime.context import RoleContext
 from miles_core.store.fs import FileSystem
-from miles_core.tracking.ledger import read_all, read_ledger
+from miles_core.tracking.ledger import read_ledger
 from miles_core.tracking.summary import summarize
 from miles_core.verify import verify_run
 from tests.e2e.tamper import Record, edit_records, of_kind
@@ -168,22 +154,6 @@ def test_without_a_checkpoint_it_goes_back_to_the_base_model(tmp_path: Path) -> 
     give_up(cluster, step=2, lost=1)
     rollback = cluster.roll_back()
     assert rollback.step == 0 and describe(rollback).startswith("back to the base model: steps 1 to ")
-    finish(cluster)
-
-
-def test_a_checkpoint_that_is_recorded_as_deleted_is_not_gone_back_to(tmp_path: Path) -> None:
-    """The supervisor died between the record and the bytes, and the newer checkpoint is damaged."""
-    cluster = started(tmp_path / "run", recipe=simulated_recipe(steps=9, learner__checkpoint_every=2))
-    until_step(cluster, 5)
-    records = read_all(cluster.supervisor_context.reading, cluster.paths.journal("learner-0"))
-    saved = {record.step: record for record in records if isinstance(record, CheckpointSaved)}
-    folder, digest = saved[2].folder, digest_record(saved[2])
-    item = Deleted(what="checkpoint", name=folder, size_bytes=saved[2].files[0].size_bytes, digest=digest)
-    cluster._supervisor.write(Deletion(items=(item,)))
-    (cluster.paths.resolve(saved[4].folder) / "state").write_bytes(b"damaged")
-    lose_shard(cluster, 3)
-    close(cluster)
-    assert cluster.paths.resolve(folder).is_dir() and cluster.roll_back().step == 0
     finish(cluster)
 
 
