@@ -199,10 +199,14 @@ class Supervisor:
             if hasattr(self, "journal"):
                 self.journal.flush()
             self.context.leases.check(WRITER, self.context.attempt)
-            epoch = self.context.attempt + 1
-            self.context.leases.tombstone(WRITER, epoch, token_of(self.run_config, WRITER, epoch))
+            self._tombstone(WRITER, self.context.attempt + 1)
         except (OSError, LeaseLost) as error:
             log.warning("left without a tombstone: %s", error)
+
+    def _tombstone(self, writer: str, attempt: int) -> None:
+        self.context.crash_point("before_tombstone")
+        self.context.leases.tombstone(writer, attempt, token_of(self.run_config, writer, attempt))
+        self.context.crash_point("after_tombstone")
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -266,10 +270,7 @@ class Supervisor:
         elif isinstance(action, Lost):
             self._lost(action)
         elif isinstance(action, Retire):
-            token = token_of(self.run_config, action.writer, action.attempt)
-            self.context.crash_point("before_tombstone")
-            self.context.leases.tombstone(action.writer, action.attempt, token)
-            self.context.crash_point("after_tombstone")
+            self._tombstone(action.writer, action.attempt)
         elif isinstance(action, CancelJobs):
             self._cancel(action)
         elif isinstance(action, AskToLeave):
