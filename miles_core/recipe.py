@@ -7,6 +7,7 @@ the fix. A field exists only if something reads it.
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,9 +21,9 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 class Closed(BaseModel):
-    """A frozen model that refuses unknown keys."""
+    """A frozen model that refuses unknown keys, and numbers that JSON has no word for: run.json would hold null for them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelSpec(Closed):
@@ -67,6 +68,19 @@ class EnvironmentSpec(Closed):
     def is_own(self) -> bool:
         """Whether `family` names a class of the researcher's."""
         return ":" in self.family
+
+    @model_validator(mode="after")
+    def _options_are_json(self) -> Self:
+        try:
+            same = json.loads(json.dumps(self.options, allow_nan=False)) == self.options
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise ValueError(
+                f"environment.options: {self.options} would not reach the jobs as it is; use texts (also as keys), finite "
+                f"numbers, true, false, null, lists and sections of these, and quote a date"
+            )
+        return self
 
     @model_validator(mode="after")
     def _turns_need_a_tool(self) -> Self:
