@@ -354,10 +354,11 @@ def _check_member(joined: Joined, batch: Batch, group_id: str, member: BatchMemb
 
 
 def _check_end(joined: Joined) -> str:
-    """The state, from the supervisor's last word or the orchestrator's; a COMPLETED run has no open group."""
+    """The state, from the supervisor's last word, or once all whose end is the run's are done; then no group is open."""
     closed = [record for _, record in joined.accepted("supervisor-0") if isinstance(record, RunClosed | Rollback)]
     last = closed[-1] if closed else None
-    state = last.state if isinstance(last, RunClosed) else ("COMPLETED" if joined.ended is not None else "RUNNING")
+    missing = [writer for writer in SELF_CUTTING[1:] if not _is_done(joined, writer)]
+    state = last.state if isinstance(last, RunClosed) else ("RUNNING" if missing else "COMPLETED")
     if state != "COMPLETED":
         return state
     fault, wanted = joined.files.fault, joined.recipe.steps
@@ -372,15 +373,23 @@ def _check_end(joined: Joined) -> str:
             fault("step_missing", f"step {step}", "batch never trained, though the run is COMPLETED")
     for step in sorted({0, wanted} - joined.evaluated):
         fault("evaluation_missing", f"step {step}", "not evaluated, though the run is COMPLETED")
-    for writer in SELF_CUTTING[1:]:
-        done = joined.files.done.get(writer)
-        if done is None or joined.branches.of(writer, done.attempt) < len(joined.branches.rollbacks):
-            fault("completion_record", f"done/{writer}.json", "not there, though the run is COMPLETED")
+    for writer in missing:
+        fault("completion_record", f"done/{writer}.json", "not there, though the run is COMPLETED")
     for streams in joined.files.streams.values():
         stream = streams[max(streams)] if streams else None
         if stream is not None and stream.torn and stream.accepted_bytes < 0:
             fault("journal_torn", stream.where, f"attempt {stream.attempt} ends inside a frame, though the run is COMPLETED")
     return state
+
+
+def _is_done(joined: Joined, writer: str) -> bool:
+    """It says that it completed, and no rollback came after that."""
+    done = joined.files.done.get(writer)
+    return (
+        done is not None
+        and done.outcome == "completed"
+        and joined.branches.of(writer, done.attempt) == len(joined.branches.rollbacks)
+    )
 
 
 def _facts(joined: Joined) -> dict[str, Any]:

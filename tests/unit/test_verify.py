@@ -303,3 +303,13 @@ def test_what_only_one_reading_of_a_live_run_finds_is_no_fault(
     readings = iter([[Fault("x", "here", "passing"), Fault("x", "here", "lasting")], [Fault("x", "here", "lasting")]])
     monkeypatch.setattr(checks, "_check_end", lambda joined: joined.files.faults.extend(next(readings)) or "RUNNING")
     assert [fault.detail for fault in verify_run(copy).faults] == ["lasting"]
+
+
+def test_a_run_whose_last_point_is_still_to_come_is_running(finished: Path, tmp_path: Path) -> None:
+    """The orchestrator has ended it, the evaluator looks at the last version."""
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    (copy / "done" / "evaluator-0.json").unlink()
+    edit_records(journal_of(copy, "supervisor-0"), lambda records: records.remove(of_kind(records, "run_closed")[0]))
+    edit_records(journal_of(copy, "evaluator-0"), lambda records: records.remove(of_kind(records, "evaluation")[-1]))
+    assert verify_run(copy).state == "RUNNING" and verify_run(copy).faults == []
