@@ -20,13 +20,14 @@ from typing import Any
 
 from cluster.epoch import WRITER, supervisor_context, take_epoch
 from cluster.job_spec import token_of
-from miles_core.errors import HeldElsewhere, LeaseLost, RunDirectoryError
+from miles_core.errors import DeadlineExceeded, HeldElsewhere, LeaseLost, RunDirectoryError
 from miles_core.learner.checkpoints import newest_valid
 from miles_core.paths import RunPaths
 from miles_core.policy.lineage import Lineage
 from miles_core.records import Batch, CheckpointSaved, Deletion, Drained, Incident, Intent, Rollback, RunClosed
 from miles_core.run import all_writers, read_run
 from miles_core.runtime.context import RoleContext
+from miles_core.runtime.waiting import gone_after_s
 from miles_core.store.follow import Delivered, cut_predecessors, read_cut
 from miles_core.store.journal import JournalWriter
 from miles_core.store.publish import digest_file, publish_exclusive
@@ -117,6 +118,7 @@ def _retire_all(context: RoleContext, records: list[Any]) -> dict[str, int]:
 
 
 def _retire(context: RoleContext, writer: str, intended: int) -> int:
+    until = context.clock() + gone_after_s(context)
     while True:
         newest = context.leases.newest(writer)
         if newest >= intended and newest > 0 and context.leases.read(writer, newest).kind == "tombstone":
@@ -125,6 +127,11 @@ def _retire(context: RoleContext, writer: str, intended: int) -> int:
         attempt = max(newest, intended) + 1
         context.crash_point("before_retire", "rollback")
         if not context.leases.tombstone(writer, attempt, token_of(context.run, writer, attempt)):
+            if context.clock() > until:
+                raise DeadlineExceeded(
+                    f"{context.paths.leases} holds a lease of {writer} attempt {attempt}, but no listing shows it for "
+                    f"{gone_after_s(context):g} s; is the folder readable from here? Ask for the rollback again"
+                )
             context.pause()  # Somebody's lease, which is not listed here yet.
         context.crash_point("after_retire", "rollback")
         context.leases.refresh()

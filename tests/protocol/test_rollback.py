@@ -13,7 +13,7 @@ import pytest
 
 from cluster.epoch import supervisor_context
 from cluster.rollback import describe, request_rollback, roll_back
-from miles_core.errors import HeldElsewhere, JournalCorrupt, NeedsRollback, RunDirectoryError
+from miles_core.errors import DeadlineExceeded, HeldElsewhere, JournalCorrupt, NeedsRollback, RunDirectoryError
 from miles_core.paths import RunPaths
 from miles_core.records import Batch, Cut, Drop, EvaluationPoint, Rollback, RunClosed, RunEnded, StepDone, Version
 from miles_core.rollbacks import Rollbacks, read_rollbacks
@@ -277,6 +277,15 @@ def test_asked_twice_it_answers_the_same_until_somebody_goes_on(tmp_path: Path) 
         roll_back(cluster.take_epoch())
     cluster._supervisor = cluster._open_supervisor()
     finish(cluster)
+
+
+def test_a_lease_that_no_listing_shows_is_waited_for_with_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = started(tmp_path / "run")
+    give_up(cluster, step=5, lost=5)
+    context = cluster.take_epoch()
+    monkeypatch.setattr(context.leases, "tombstone", lambda *lease: False)
+    with pytest.raises(DeadlineExceeded, match=r"holds a lease of learner-0 attempt \d, but no listing shows it for"):
+        roll_back(context)
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "CANCELLED"])
