@@ -64,7 +64,7 @@ class Limits:
     file_bytes: int = 4 << 20
     """Size of one file."""
     disk_bytes: int = 16 << 20
-    """All files of the directory."""
+    """All files of the directory, and those that a running command keeps open without a name."""
     files: int = 2048
     """Files and folders of the directory."""
     output_bytes: int = 64 << 10
@@ -226,10 +226,9 @@ class Sandbox:
             return "processes"
         if sum(map(_resident_bytes, processes)) > self._limits.memory_bytes:
             return "memory"
-        return "disk" if self._disk_is_over() else ""
+        return "disk" if self._disk_is_over(_nameless_bytes(processes)) else ""
 
-    def _disk_is_over(self) -> bool:
-        used = 0
+    def _disk_is_over(self, used: int = 0) -> bool:
         try:
             for _, entry in _entries(self.path, self._limits.files):
                 used += 512 * entry.st_blocks
@@ -398,6 +397,19 @@ def _descendants(pid: int, most: int) -> list[int]:
                 found += map(int, children)
                 parents += map(int, children)
     return found
+
+
+def _nameless_bytes(pids: list[int]) -> int:
+    """Of files that these processes have open and that have no name any more: no look at a directory finds them."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    entry = os.stat(f"/proc/{pid}/fd/{name}")
+                    if entry.st_nlink == 0:
+                        sizes[entry.st_dev, entry.st_ino] = 512 * entry.st_blocks
+    return sum(sizes.values())
 
 
 def _resident_bytes(pid: int) -> int:

@@ -270,6 +270,12 @@ def test_a_full_directory_ends_the_sandbox(box: Sandbox, command: str) -> None:
     assert used_bound(box.path)
 
 
+def test_files_that_are_open_and_have_no_name_count(box: Sandbox) -> None:
+    keep = "for i in $(seq 30); do exec {fd}> f; head -c 1000000 /dev/zero >&$fd; rm f; done; exec sleep 600"
+    assert run(box, keep).stopped == "disk"
+    assert run(box, "cat a.txt").output == "kiwi\nplum\n", "they went with the command"
+
+
 def used_bound(folder: Path) -> bool:
     """A watch looks 20 times a second; what fits between two looks is bounded by the machine's speed, not by the model."""
     return shutil.disk_usage(folder).used < 2 << 30
