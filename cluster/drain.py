@@ -47,8 +47,19 @@ def read_drain_request(fs: FileSystem, paths: RunPaths) -> DrainRequest | None:
         return DrainRequest()
 
 
-def lift_drain(paths: RunPaths) -> bool:
-    """Takes the request back; True if there was one. Raises RunDirectoryError where it stays."""
+def drain_mark(paths: RunPaths) -> tuple[int, int] | None:
+    """Tells a request from a newer one; None without any. Raises OSError."""
+    try:
+        found = paths.drain_request.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def lift_drain(paths: RunPaths, mark: tuple[int, int] | None) -> bool:
+    """Takes the request of this mark back; True if it was there. A newer one stays. Raises RunDirectoryError, OSError."""
+    if mark is None or drain_mark(paths) != mark:
+        return False
     try:
         paths.drain_request.unlink()
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.drain import lift_drain
+from cluster.drain import drain_mark, lift_drain
 from cluster.epoch import read_closed, supervisor_context, take_epoch
 from cluster.job_spec import make_job_spec
 from cluster.profile import ClusterProfile
@@ -64,14 +64,14 @@ def supervise(
     run, paths = read_run(paths.root)
     if (closed := read_closed(run, paths)) is not None:
         return closed
-    scheduler = around(make_scheduler(profile, paths.root))
-    if not paths.cancel_request.exists() and (go_on or not paths.drain_request.exists()):
+    scheduler, known_drain = around(make_scheduler(profile, paths.root)), drain_mark(paths)
+    if not paths.cancel_request.exists() and (go_on or known_drain is None):
         check_scripts(run, paths, profile, scheduler)
     context = take_epoch(lambda epoch: supervisor_context(run, paths, epoch), takeover=takeover)
     restore = _leave_on_signals(context.leave)
     try:
-        if go_on:
-            lift_drain(paths)
+        # A request that came while the last holder's lease ran out is obeyed.
+        lift_drain(paths, known_drain if go_on else None)
         with _tracked(run, paths, context.attempt, hooks) as (on_progress, on_poll):
             return Supervisor(
                 context, profile, scheduler, on_progress=on_progress, on_incident=hooks.on_incident, on_poll=on_poll,

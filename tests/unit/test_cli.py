@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 
+from cluster.drain import DrainRequest, request_drain
 from cluster.profile import ClusterProfile
 from cluster.slurm.client import SlurmScheduler
 from cluster.supervise import Progress, Supervisor
@@ -384,6 +385,14 @@ def test_a_drain_that_reaches_nobody_leaves_its_request_and_resume_lifts_it(
     assert refused.code == 7 and "The request stays" in refused.err and json.loads(request.read_text())["leave_s"] == 30
     monkeypatch.setattr(Supervisor, "run", leave_at_once)
     assert miles("resume", "x").code == 130 and not request.exists()
+    take = launch.take_epoch
+
+    def drained_meanwhile(*arguments: Any, **options: Any) -> Any:
+        request_drain(RunPaths(Path("runs/x")), DrainRequest(leave_s=40))
+        return take(*arguments, **options)
+
+    monkeypatch.setattr(launch, "take_epoch", drained_meanwhile)
+    assert miles("resume", "x").code == 130 and json.loads(request.read_text())["leave_s"] == 40
 
 
 def test_draining_a_real_run_ends_its_jobs_and_says_how_to_go_on(tmp_path: Path, miles: Miles) -> None:

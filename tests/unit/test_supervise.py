@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.drain import DrainRequest, lift_drain, request_drain
+from cluster.drain import DrainRequest, drain_mark, lift_drain, request_drain
 from cluster.epoch import read_closed, read_outcome, take_epoch
 from cluster.evidence import RoleRecord
 from cluster.rollback import roll_back
@@ -442,7 +442,8 @@ def test_a_drained_run_has_no_job_is_open_and_goes_on_at_once_and_without_an_inc
     assert drain(site).cancelled == ()
     assert {tuple(job.signals) for job in site.jobs()} == {("USR2",)} and site.records("run_closed") == []
     assert isinstance(read_outcome(site.run, site.paths), Drained) and read_ledger(site.run, site.paths).state == "DRAINED"
-    assert lift_drain(site.paths) and not lift_drain(site.paths)
+    mark = drain_mark(site.paths)
+    assert lift_drain(site.paths, mark) and not lift_drain(site.paths, mark)
     began = site.clock()
     site.run_until(site.supervisor(), lambda: len(site.running()) == len(site.writers))
     assert site.clock() - began < 5 and all(attempt > 1 for _, attempt in site.running())
