@@ -121,7 +121,7 @@ def _retire(context: RoleContext, writer: str, intended: int) -> int:
     until = context.clock() + gone_after_s(context)
     while True:
         newest = context.leases.newest(writer)
-        if newest >= intended and newest > 0 and context.leases.read(writer, newest).kind == "tombstone":
+        if newest >= intended and newest > 0 and _is_tombstone(context, writer, newest):
             return newest
         context.leases.check(WRITER, context.attempt)
         attempt = max(newest, intended) + 1
@@ -135,6 +135,15 @@ def _retire(context: RoleContext, writer: str, intended: int) -> int:
             context.pause()  # Somebody's lease, which is not listed here yet.
         context.crash_point("after_retire", "rollback")
         context.leases.refresh()
+
+
+def _is_tombstone(context: RoleContext, writer: str, attempt: int) -> bool:
+    """Whatever a lease is that cannot be read, and perhaps never can, one above it retires it."""
+    try:
+        return context.leases.read(writer, attempt).kind == "tombstone"
+    except OSError as error:
+        log.warning("retired by a tombstone above it: %s", error)
+        return False
 
 
 def _make(context: RoleContext, missing: str, gone: set[str], attempts: dict[str, int]) -> Rollback:

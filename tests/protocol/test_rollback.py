@@ -288,6 +288,13 @@ def test_a_lease_that_no_listing_shows_is_waited_for_with_a_deadline(tmp_path: P
         roll_back(context)
 
 
+def test_a_lease_that_never_became_whole_stops_no_rollback(tmp_path: Path) -> None:
+    cluster = started(tmp_path / "run")
+    give_up(cluster, step=5, lost=5)
+    (cluster.paths.leases / "rollout-0.a9").touch()
+    assert cluster.roll_back().attempts["rollout-0"] == 10
+
+
 @pytest.mark.parametrize("state", ["COMPLETED", "CANCELLED"])
 def test_a_run_that_needs_none_is_left_alone(tmp_path: Path, state: str) -> None:
     cluster = started(tmp_path / "run", recipe=simulated_recipe(steps=2))
