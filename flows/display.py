@@ -22,6 +22,7 @@ from cluster.job_spec import make_job_spec
 from cluster.profile import ClusterProfile
 from cluster.schedulers import make_script
 from cluster.supervise import Progress
+from flows.output import plain
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe
 from miles_core.records import Incident
@@ -110,7 +111,7 @@ class Display:
 
     def incident(self, incident: Incident) -> None:
         """Prints an incident above the live display."""
-        self._console.print(f"! {incident.what} {incident.writer} {incident.detail}".rstrip())
+        self._console.print(plain(f"! {incident.what} {incident.writer} {incident.detail}".rstrip()))
 
     def show_summary(self, summary: dict[str, Any], paths: RunPaths) -> None:
         """The last lines of `miles run`."""

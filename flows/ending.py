@@ -17,7 +17,7 @@ from cluster.epoch import read_closed, read_cluster, read_outcome
 from cluster.supervise import Outcome
 from flows.display import miles_command
 from flows.launch import Hooks, request_cancel, supervise
-from flows.output import print_json
+from flows.output import plain, print_json
 from miles_core.errors import DeadlineExceeded, HeldElsewhere, SchedulerError
 from miles_core.paths import RunPaths
 from miles_core.records import Drained, Incident
@@ -137,4 +137,4 @@ def _say(as_json: bool, text: str) -> None:
 
 
 def _say_incident(incident: Incident) -> None:
-    print(f"! {incident.what} {incident.writer} {incident.detail}".replace("  ", " ").rstrip(), file=sys.stderr)
+    print(plain(f"! {incident.what} {incident.writer} {incident.detail}".replace("  ", " ").rstrip()), file=sys.stderr)

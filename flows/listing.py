@@ -29,7 +29,8 @@ def print_runs(root: Path, *, as_json: bool) -> None:
 
 
 def run_row(folder: Path) -> Row:
-    """What a script reads of one run; of one that cannot be read the reason."""
+    """What a script reads of one run; of one that cannot be read the reason. `folder` is its name in commands: a copy has the
+    run id of what it was copied from."""
     from miles_core.run import read_run
     from miles_core.tracking.ledger import read_ledger
 
@@ -38,19 +39,20 @@ def run_row(folder: Path) -> Row:
         ledger = read_ledger(run, paths)
         damage = bad_frames(paths, ("supervisor-0", "learner-0"))
     except (MilesError, OSError) as error:
-        return {"run_id": folder.name, "root": str(folder.resolve()), "state": "UNREADABLE", "error": str(error)}
+        where = {"run_id": folder.name, "folder": folder.name, "root": str(folder.resolve())}
+        return {**where, "state": "UNREADABLE", "error": str(error)}
     return {
-        "run_id": run.run_id, "root": str(folder.resolve()), "state": ledger.state, "step": max(ledger.steps.newest_step, 0),
-        "steps": run.recipe.steps, "recipe": run.recipe.name, "cluster": run.cluster.get("name"),
-        "created_unix_s": run.created_s, "damage": damage,
+        "run_id": run.run_id, "folder": folder.name, "root": str(folder.resolve()), "state": ledger.state,
+        "step": max(ledger.steps.newest_step, 0), "steps": run.recipe.steps, "recipe": run.recipe.name,
+        "cluster": run.cluster.get("name"), "created_unix_s": run.created_s, "damage": damage,
     }  # fmt: skip
 
 
 def _run_cells(row: Row) -> tuple[str, str, str]:
     if row["state"] == "UNREADABLE":
-        return row["run_id"], row["state"], row["error"].partition("\n")[0]
+        return row["folder"], row["state"], row["error"].partition("\n")[0]
     damage = f"  ! {row['damage'][0]}" if row["damage"] else ""
-    return row["run_id"], row["state"], f"step {row['step']}/{row['steps']}  {row['recipe']} on {row['cluster']}{damage}"
+    return row["folder"], row["state"], f"step {row['step']}/{row['steps']}  {row['recipe']} on {row['cluster']}{damage}"
 
 
 def print_recipes(*, as_json: bool) -> None:

@@ -26,6 +26,12 @@ def print_text(text: str) -> None:
     sys.stdout.flush()
 
 
+def plain(text: str) -> str:
+    """Text that somebody else wrote (a job's last lines, the scheduler's answer), as it may go to a terminal: lines stay lines,
+    what would steer the terminal or turn the direction of writing is a `?`."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     print_text(json.dumps(value, indent=2))

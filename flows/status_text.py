@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flows.display import summary_text
-from flows.output import columns, print_text
+from flows.output import columns, plain, print_text
 from flows.status import RoleStatus, Status
 
 _BAR = 32
@@ -89,7 +89,7 @@ def _notes(status: Status) -> list[str]:
     if is_open and status.table_age_s is not None and status.table_age_s > 2 * status.run.timing.lease_s:
         notes.append(f"states are {_seconds(status.table_age_s)} old: the orchestrator tells nothing newer")
     notes += [f"! {damage}; `miles verify {status.paths.root}` says whether it is damage" for damage in status.damage]
-    if status.ledger.drained is not None:
+    if status.ledger.drained is not None and status.ledger.closed is None:
         notes.append(f"drained: `miles resume {status.paths.root}` goes on")
     return notes
 
@@ -97,7 +97,7 @@ def _notes(status: Status) -> list[str]:
 def _incidents(status: Status) -> list[str]:
     shown: list[dict[str, Any]] = status.as_json()["incidents"][-_INCIDENTS:]
     return [
-        f"! {_seconds(item['age_s'])} ago {item['what']} {item['writer']} {item['detail']}".replace("  ", " ").rstrip()
+        plain(f"! {_seconds(item['age_s'])} ago {item['what']} {item['writer']} {item['detail']}".replace("  ", " ").rstrip())
         for item in shown
     ]
 

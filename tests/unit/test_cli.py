@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -128,7 +129,12 @@ def test_runs_lists_what_it_can_and_names_what_it_cannot(tmp_path: Path, finishe
     shown = miles("runs")
     assert shown.code == 0
     lines = {line.split()[0]: line for line in shown.out.splitlines()}
-    assert "COMPLETED" in lines["simulated-1"] and "UNREADABLE" in lines["torn"] and "chmod go-w" in lines["open"]
+    assert "COMPLETED" in lines["one"] and "UNREADABLE" in lines["torn"] and "chmod go-w" in lines["open"]
+
+
+def test_a_copied_run_is_listed_by_the_name_that_commands_take(tmp_path: Path, finished: Path, miles: Miles) -> None:
+    shutil.copytree(finished, tmp_path / "runs" / "kept")
+    assert [line.split()[0] for line in miles("runs").out.splitlines()] == ["kept", "one"]
 
 
 def test_status_shows_the_steps_while_a_learner_starts_again(finished: Path, miles: Miles) -> None:

@@ -199,6 +199,14 @@ def test_a_drained_run_says_how_to_go_on_and_asks_nobody(made: SyntheticRun, mon
     text = status_text(seen)
     assert text.splitlines()[1].startswith("DRAINED: 10 steps") and f"miles resume {made.paths.root}" in text
     assert "end       UNKNOWN (the run is drained)" in text and "! 60 min ago late x" in text and "scheduler:" not in text
+    made.close()
+    assert "resume" not in status_text(looked(made, monkeypatch, SchedulerError("not asked"))), "a closed run does not go on"
+
+
+def test_what_others_wrote_does_not_steer_the_terminal(made: SyntheticRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.write("supervisor-0", Incident(what="late", detail="\x1b[2Jgone\x07 \u202elive\nnext", unix_s=made.now_s))
+    text = status_text(looked(made, monkeypatch, SchedulerError("no answer")))
+    assert "late ?[2Jgone? ?live\nnext" in text
 
 
 def test_a_queue_says_its_reasons_and_its_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
