@@ -21,6 +21,7 @@ MIN_STEPS = 10
 """Fewer steps say nothing: the first ones fill the buffer."""
 FLAT_STEPS = 20
 SWING_STEPS = 12
+_FAILS = "the environment or its verifier fails: `miles logs RUN --role rollout`, `--role grader`"
 NEAR_FULL = 0.9
 """A mean reward in [0, 1] from here on has little left to win: neither flat nor repetitive."""
 
@@ -67,6 +68,8 @@ def diagnose(signs: Signs) -> tuple[Symptom, ...]:
     """The rows that a run is in, the gravest first; never empty."""
     if len(signs.rewards) < MIN_STEPS:
         seen = f"UNKNOWN, too early: {len(signs.rewards)} steps, at least {MIN_STEPS} are needed"
+        if (signs.lost_share or 0.0) >= 0.5:
+            return (Symptom("unknown", f"{seen}; {_lost(signs)}", _FAILS),)
         return (Symptom("unknown", seen, "wait for more steps"),)
     rows = (_jump(signs), _backlog(signs), _swing(signs), _repetitive(signs), _flat(signs), _empty(signs), _idle(signs))
     found = tuple(row for row in rows if row is not None)
@@ -95,10 +98,7 @@ def _backlog(signs: Signs) -> Symptom | None:
         return None
     seen = f"samples that wait for an answer or a grade grew from {first:.0f} to {last:.0f}"
     if (signs.lost_share or 0.0) >= 0.1:
-        return Symptom(
-            "backlog_growing", f"{seen}; {signs.lost_share:.0%} of all groups were dropped as incomplete or ungraded",
-            "the environment or its verifier fails: `miles logs RUN --role rollout`, `--role grader`",
-        )  # fmt: skip
+        return Symptom("backlog_growing", f"{seen}; {_lost(signs)}", _FAILS)
     return Symptom(
         "backlog_growing", seen, "inference or grading is too slow: more rollout replicas or graders, or shorter episodes"
     )
@@ -173,6 +173,10 @@ def _idle(signs: Signs) -> Symptom | None:
         "gpu_idle", f"{signs.slots_busy:.0%} of the rollout slots are in use, and the learner does not wait",
         "the rollout pool is starved of work: fewer replicas, a larger orchestrator.capacity_batches, or a faster learner",
     )  # fmt: skip
+
+
+def _lost(signs: Signs) -> str:
+    return f"{signs.lost_share:.0%} of all groups were dropped as incomplete or ungraded"
 
 
 def _recent_reward(signs: Signs) -> float:

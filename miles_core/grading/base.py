@@ -28,3 +28,11 @@ class Verifier(Protocol):
     def value(self, task_seed: int, facts: dict[str, Any]) -> float:
         """The reward in [0, 1] of an episode of task `task_seed` (train split unless facts say otherwise)."""
         ...
+
+
+def judged(verifier: Verifier, task_seed: int, facts: dict[str, Any]) -> float:
+    """A verifier's reward. Raises ValueError for one outside [0, 1], and whatever the verifier raises."""
+    value = float(verifier.value(task_seed, facts))
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{verifier.source} gave {value}, a reward is in [0, 1]")
+    return value

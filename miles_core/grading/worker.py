@@ -19,7 +19,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from miles_core.errors import DeadlineExceeded, DigestMismatch, MilesError
-from miles_core.grading.base import Grade, Verifier
+from miles_core.grading.base import Grade, Verifier, judged
 from miles_core.records import Graded, GradeEntry, GradeOrder, Leaving, TrajectoryRef
 from miles_core.runtime.context import RoleContext
 from miles_core.runtime.crash import crash_point
@@ -202,10 +202,7 @@ class GraderWorker:
             raise DigestMismatch(f"{item.shard} row {item.row} is {row.trajectory_id}, the order names {item.trajectory_id}")
         if row.status == "failed":
             raise ValueError(f"the episode failed ({row.failure_kind}): there is nothing to judge")
-        value = float(self._calls.call(partial(self._verifier.value, row.task_seed, row.facts)))
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{self._verifier.source} gave {value}, a reward is in [0, 1]")
-        return value
+        return self._calls.call(partial(judged, self._verifier, row.task_seed, row.facts))
 
     def _publish(self) -> None:
         self._journal.flush_when_due()

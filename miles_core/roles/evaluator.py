@@ -10,7 +10,8 @@ an earlier attempt recorded is not made again. Ends:
 - a learner that says `completed` while no version of the last step can be seen, or a version that cannot be read or fails
   its digests or its probe, is an error: a run whose last policy cannot be loaded is not complete.
 
-No grade is never a zero: tasks whose episode broke are tried again, then the role fails and names them.
+No grade is never a zero: tasks whose episode broke, or that the verifier does not judge, are tried again, then the role
+fails and names them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from miles_core.errors import MilesError
+from miles_core.grading.base import Verifier, judged
 from miles_core.policy.lineage import StepLog
 from miles_core.policy.local_copy import read_version
 from miles_core.policy.manifest import PolicyManifest
@@ -54,7 +56,7 @@ class Scorer(Protocol):
         ...
 
     def score(self, seeds: Sequence[int]) -> list[float | None]:
-        """The greedy answer's reward in [0, 1] for each task of the eval split; None when the episode broke."""
+        """The greedy answer's reward in [0, 1] for each task of the eval split; None without one."""
         ...
 
 
@@ -87,11 +89,20 @@ class GreedyScorer:
         check_probe(manifest, self._engine.logprobs([list(prompt) for prompt in manifest.probe.prompts]))
 
     def score(self, seeds: Sequence[int]) -> list[float | None]:
-        """The greedy answer's reward in [0, 1] for each task of the eval split; None when the episode broke."""
+        """The greedy answer's reward in [0, 1] for each task of the eval split; None without one."""
         from miles_core.rollout.sampler import sample_many
 
         rows = sample_many(self._engine, self._environment, self._renderer, self._spec, seeds, split="eval", temperature=0.0)
-        return [None if row.status == "failed" else self._verifier.value(row.task_seed, row.facts) for row in rows]
+        return [None if row.status == "failed" else value_or_none(self._verifier, row.task_seed, row.facts) for row in rows]
+
+
+def value_or_none(verifier: Verifier, task_seed: int, facts: dict[str, Any]) -> float | None:
+    """What a grader would give; None, and a line in the log, where it would give no grade."""
+    try:
+        return judged(verifier, task_seed, facts)
+    except Exception as error:  # noqa: BLE001 - a verifier is foreign code; any failure of it is "no grade"
+        log.warning("evaluation task %d: no grade: %s: %s", task_seed, type(error).__name__, error)
+        return None
 
 
 class Evaluator:
@@ -211,7 +222,7 @@ class Evaluator:
         if missing:
             raise MilesError(
                 f"{len(missing)} of {len(seeds)} evaluation tasks broke {TRIES} times, first seeds {missing[:5]}: no grade is "
-                f"never a zero; look for `episode` in this role's log, or raise environment.tool_deadline_s"
+                f"never a zero; look for `episode` and `no grade` in this role's log, or raise environment.tool_deadline_s"
             )
         return [values[seed] for seed in seeds]
 

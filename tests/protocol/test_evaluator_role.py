@@ -17,7 +17,7 @@ from miles_core.policy.manifest import PolicyManifest, Probe, probe_prompts
 from miles_core.policy.publisher import publish_version
 from miles_core.recipe import EnvironmentSpec, EvaluationSpec
 from miles_core.records import Cut, Cuts, Done, EvaluationPoint, Published, StepDone, Version
-from miles_core.roles.evaluator import Evaluator, GreedyScorer, Scorer
+from miles_core.roles.evaluator import Evaluator, GreedyScorer, Scorer, value_or_none
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Reading, read_cut
@@ -212,6 +212,24 @@ def test_a_task_that_never_gets_a_grade_is_no_zero_but_a_failure(prepared):
     with pytest.raises(MilesError, match=r"1 of 5 evaluation tasks broke 3 times, first seeds \[2\]"):
         evaluate(evaluator_context(run, paths), FakeScorer(breaks={2: 99}))
     assert points(run, paths) == []
+
+
+class Judge:
+    """Gives what it is asked to give, as a researcher's verifier may."""
+
+    source = "judge@1"
+
+    def value(self, task_seed: int, facts: dict[str, Any]) -> float:
+        if isinstance(facts["gives"], Exception):
+            raise facts["gives"]
+        return facts["gives"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("gives", [2.0, -0.1, float("nan"), None, "many", KeyError("answer")])
+def test_what_a_grader_would_refuse_is_no_score_here_either(gives, caplog):
+    assert value_or_none(Judge(), 7, {"gives": gives}) is None
+    assert "evaluation task 7: no grade" in caplog.text
+    assert value_or_none(Judge(), 7, {"gives": True}) == 1.0
 
 
 def test_asked_to_leave_between_two_parts_it_leaves_without_a_point(tmp_path):

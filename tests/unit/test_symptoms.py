@@ -31,6 +31,11 @@ def test_few_steps_say_nothing_whatever_they_show(steps: int) -> None:
     assert symptom.row == "unknown" and symptom.seen.startswith("UNKNOWN, too early")
 
 
+def test_a_run_that_trains_nothing_because_its_groups_are_dropped_is_not_told_to_wait() -> None:
+    (symptom,) = diagnose(Signs(lost_share=0.98))
+    assert symptom.row == "unknown" and "98% of all groups were dropped" in symptom.seen and "--role grader" in symptom.advice
+
+
 @pytest.mark.parametrize(
     ("row", "changes", "words"),
     [
