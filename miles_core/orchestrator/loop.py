@@ -134,7 +134,7 @@ class Orchestrator:
         position = self._append(record)
         if isinstance(record, (Order, GradeOrder)):
             self._outbox.add(position, record.receiver, record)
-        self._watchdog.moved()
+        self._watchdog.moved(record)
 
     def _append(self, record: Emitted | WriterCut) -> int:
         position = self._journal.append(record)

@@ -1,4 +1,7 @@
-"""Names what the orchestrator waits for when nothing happens (I15): the role, the order, the last sign of life."""
+"""Names what the orchestrator waits for when nothing happens (I15): the role, the order, the last sign of life.
+
+Also names work in vain: groups that are sampled and dropped, one after the other, and no batch.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from collections.abc import Sequence
 from miles_core.orchestrator.liveness import LivenessWatch
 from miles_core.orchestrator.planner import Planner
 from miles_core.orchestrator.state import Receiver, State
+from miles_core.records import Batch, Drop
 from miles_core.runtime.context import RoleContext
 
 log = logging.getLogger("miles")
+
+IN_VAIN_BATCHES = 3
+"""As many groups as these batches take, dropped with no batch between them, are named."""
 
 
 class Watchdog:
@@ -20,12 +27,29 @@ class Watchdog:
         self._context, self._liveness = context, liveness
         self._moved_at = context.clock()
         self._stalled = False
+        self._dropped = 0
+        """Groups since the last batch."""
+        self._in_vain = ""
 
-    def moved(self) -> None:
-        """Something happened."""
+    def moved(self, record: object = None) -> None:
+        """Something happened; `record`: what was decided."""
+        if isinstance(record, Batch):
+            self._dropped, self._in_vain = 0, ""
+        elif isinstance(record, Drop) and record.reason not in ("run_ended", "rolled_back"):
+            self._note_dropped(record)
         self._moved_at = self._context.clock()
-        self._context.state = "serving"
+        self._context.state = self._in_vain or "serving"
         self._stalled = False
+
+    def _note_dropped(self, drop: Drop) -> None:
+        """Once they are many: a broken environment or verifier would have them sampled and dropped for ever."""
+        self._dropped += 1
+        if self._dropped < IN_VAIN_BATCHES * self._context.recipe.orchestrator.prompts:
+            return
+        what = f"a group that can be trained; {self._dropped} in a row were dropped, the last as {drop.reason}: {drop.detail}"
+        if not self._in_vain:
+            log.warning("waiting for %s", what)
+        self._in_vain = f"waiting: {what}"[:400]
 
     def look(self, state: State, planner: Planner, rollouts: Sequence[Receiver], graders: Sequence[Receiver]) -> None:
         """Speaks once when nothing happened for stall_s."""
