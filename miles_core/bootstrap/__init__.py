@@ -31,7 +31,7 @@ from miles_core.store.publish import temp_path
 WARM_UPS: dict[str, WarmUp] = {
     "chain_sum": WarmUp(ChainSumHabits()),
     "chain_sum_moe": WarmUp(ChainSumHabits(), experts=16),
-    "shell_puzzle": WarmUp(ShellHabits(), clean_steps=440, careless_steps=120),
+    "shell_puzzle": WarmUp(ShellHabits(), clean_steps=520, careless_steps=160),
 }
 
 

@@ -37,7 +37,7 @@ class ShellHabits:
     """To answer at once, with something that occurs in the puzzle ..."""
     wrong: float = 0.25
     """... else to call something else than what helps ..."""
-    impatient: float = 0.7
+    impatient: float = 0.75
     """... and, of two calls, to answer after the first with what it gave: over 0.5, so that the greedy policy does it too."""
 
     def needs(self, environment: EnvironmentSpec) -> str:
