@@ -22,6 +22,7 @@ from cluster.epoch import WRITER
 from cluster.evidence import Evidence
 from cluster.job_spec import log_tail, make_job_spec, token_of
 from cluster.profile import ClusterProfile
+from cluster.saves import SaveWatch
 from cluster.scheduler import Cause, JobView, Phase, Scheduler
 from cluster.supervisor import (
     Action,
@@ -38,6 +39,7 @@ from cluster.supervisor import (
     Retire,
     Start,
     decide,
+    is_suspended,
 )
 from miles_core.errors import DeadlineExceeded, LeaseLost, NeedsRollback, NodesLost, SchedulerError
 from miles_core.paths import RunPaths
@@ -94,6 +96,7 @@ class Supervisor:
         self.evidence = Evidence(context, scheduler)
         self.roles = self.evidence.roles
         self.collector = Collector(context, self._record)
+        self._saves = SaveWatch(self.paths.metrics("learner-0", 1).parent, profile.slurm.signal_lead_s)
         self._on_progress, self._on_incident, self._on_poll = on_progress, on_incident, on_poll
         self._unreachable_s = unreachable_s
         self._exclusions = Exclusions(profile.exclude_s, profile.exclude_max)
@@ -242,6 +245,8 @@ class Supervisor:
             self.incident("node_down", detail=f"down or drained: {', '.join(down)}")
         if low := self.evidence.newly_low_on_disk():
             self.incident("disk_low", detail=low)
+        if self.profile.kind == "slurm" and (slow := self.evidence.troubles.attempt("metrics", self._saves.newly_slow)):
+            self.incident("save_slower_than_grace", "learner-0", slow)
         may_write = self._journal_is_whole()
         world = self.evidence.world(drain_s=self.profile.drain_s, max_failures=self.profile.role_failures)
         for action in decide(world):
@@ -454,5 +459,5 @@ class Supervisor:
 def _is_suspect(job: JobView) -> bool:
     """The node may be at fault: it was lost, or a role hung on it. Preemption says nothing about a node."""
     if job.phase is not Phase.ENDED:
-        return True
+        return not is_suspended(job)
     return job.cause is Cause.INFRASTRUCTURE and not job.state.startswith("PREEMPTED")

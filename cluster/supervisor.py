@@ -6,7 +6,8 @@ Rules (design section 6, I13, I14):
 - Nothing is decided about a job from a failed query. A job that the scheduler no longer lists is lost only after several good
   queries without it, and only if its heartbeat is not alive.
 - A refused submission costs a retry like a failure; one that may be taken later (transient) costs none.
-- Node failure, preemption and a drained slice cost no retry; other ends cost one; progress gives all retries back.
+- Node failure, preemption (also by suspension) and a drained slice cost no retry; other ends cost one; progress gives all
+  retries back.
 - A lost rollout replica or grader is retired by a tombstone at once, so that its samples move before its successor starts.
 - A drain starts nobody: running jobs are told to leave, queued ones are cancelled, late ones are named, then cancelled.
 """
@@ -209,6 +210,11 @@ def costs_retry(job: JobView) -> bool:
     return job.exit_code not in (DRAINED_EXIT_CODE, TOLD_TOO_EARLY_EXIT_CODE)
 
 
+def is_suspended(job: JobView) -> bool:
+    """A better job has its cores: it stands still, which is nobody's fault."""
+    return job.state.startswith("SUSPENDED")
+
+
 def next_attempt(view: RoleView) -> int:
     """Attempt numbers only rise, above every intent and every lease."""
     return max(view.attempt, view.newest_lease) + 1
@@ -236,7 +242,9 @@ def _reconcile(world: World, view: RoleView) -> list[Action]:
     if live and not view.submitted:
         return [Adopt(view.writer, view.attempt, live[0].job_id)]
     if live:
-        return _replace(world, view, _hung(view), True) if _is_hung(view, live) else _replace_retired(world, view)
+        if not _is_hung(view, live):
+            return _replace_retired(world, view)
+        return _replace(world, view, _hung(view, live), not any(is_suspended(job) for job in live))
     if view.drained:
         return _succeed(view, "the run goes on after a drain or a rollback")
     if view.jobs:
@@ -287,8 +295,9 @@ def _succeed(view: RoleView, reason: str) -> list[Action]:
     return [Start(view.writer, attempt, reason)]
 
 
-def _hung(view: RoleView) -> str:
-    return f"attempt {view.attempt}: its heartbeat stopped while the scheduler says it runs"
+def _hung(view: RoleView, live: list[JobView]) -> str:
+    says = "has suspended its job" if any(is_suspended(job) for job in live) else "says it runs"
+    return f"attempt {view.attempt}: its heartbeat stopped while the scheduler {says}"
 
 
 def _ended(view: RoleView, job: JobView) -> str:

@@ -24,7 +24,7 @@ SubmitFault = Literal["timeout_accepted", "timeout_lost", "socket_accepted", "so
 
 SOCKET_TIMED_OUT = "Socket timed out on send/recv operation"
 NO_CONTROLLER = "Unable to contact slurm controller (connect failure)"
-LIVE = ("PENDING", "RUNNING")
+LIVE = ("PENDING", "RUNNING", "SUSPENDED")
 
 
 class ManualClock:

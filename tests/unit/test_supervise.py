@@ -283,6 +283,14 @@ def test_a_hung_job_is_replaced_and_cancelled(site: Site) -> None:
     assert site.jobs("rollout-1")[-1].flags["exclude"] == hung.nodes[0]
 
 
+def test_a_suspended_job_is_replaced_and_its_node_is_not_avoided(site: Site) -> None:
+    site.start_all()
+    site.jobs("rollout-1")[0].state = "SUSPENDED"
+    site.silent.add(("rollout-1", 1))
+    site.run_until(site.supervisor(), lambda: ("rollout-1", 3) in site.running())
+    assert "suspended" in site.incidents("role_lost")[0] and "exclude" not in site.jobs("rollout-1")[-1].flags
+
+
 @pytest.mark.parametrize("writer", ["learner-0", "evaluator-0"])
 def test_a_role_that_hangs_after_the_orchestrator_is_done_is_replaced_all_the_same(site: Site, writer: str) -> None:
     """Nobody publishes a liveness table any more, and the run does not end without that role."""
@@ -647,6 +655,20 @@ def test_a_disk_that_runs_full_is_told_once(site: Site) -> None:
     site.on_sleep = fill_and_empty
     supervisor.run()
     assert site.incidents("disk_low") == [f"1 MiB are left for {site.paths.root}: make room, the roles wait for it and go on"]
+
+
+def test_a_save_that_does_not_fit_the_warning_is_told_once(tmp_path: Path) -> None:
+    site = Site(tmp_path, slurm={"signal_lead_s": 20})
+    shard = site.paths.metrics("learner-0", 1)
+    shard.parent.mkdir(parents=True)
+    shard.write_text('{"event": "step", "checkpoint_s": 20.0}\n')
+    site.run_for(site.supervisor(), 10)
+    assert site.incidents("save_slower_than_grace") == []
+    with shard.open("a") as file:
+        file.write('{"event": "step", "checkpoint_s": 20.5}\n{"event": "step", "checkpoint_s": 31.0}\n')
+    site.run_for(site.supervisor(), 30)
+    (told,) = site.incidents("save_slower_than_grace")
+    assert "took 31.0 s" in told and "signal_lead_s=20 s" in told
 
 
 def test_a_damaged_learner_journal_does_not_keep_a_run_from_being_cancelled(site: Site) -> None:

@@ -180,9 +180,16 @@ def test_a_vanished_job_is_lost_only_after_several_queries_and_without_a_heartbe
 def test_a_stopped_heartbeat_of_a_running_job_is_a_hang() -> None:
     hung = role("rollout-0", liveness="dead")
     (lost,) = decide(world(hung))
-    assert isinstance(lost, Lost) and "heartbeat" in lost.detail
+    assert isinstance(lost, Lost) and lost.costs_retry and "heartbeat" in lost.detail
     retire, start = decide(world(replace(hung, last_end=lost.detail)))
     assert isinstance(retire, Retire) and isinstance(start, Start)
+
+
+def test_a_role_whose_job_was_suspended_is_replaced_without_a_retry() -> None:
+    hung = role("learner-0", liveness="dead", jobs=(job("learner-0", state="SUSPENDED"),))
+    (lost,) = decide(world(hung))
+    assert isinstance(lost, Lost) and not lost.costs_retry and "suspended" in lost.detail
+    assert decide(world(replace(hung, liveness="alive"))) == []
 
 
 def test_a_dead_heartbeat_of_an_older_lease_says_nothing_about_a_starting_job() -> None:
