@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from miles_core.recipe import Closed, Timing, explain, find_config, read_yaml
+from miles_core.recipe import Closed, Recipe, Timing, explain, find_config, read_yaml
 
 Role = Literal["orchestrator", "rollout", "grader", "learner", "evaluator"]
 
@@ -113,6 +114,18 @@ class ClusterProfile(Closed):
         if role == "rollout" and pool is not None and pool in self.pools:
             return self.pools[pool]
         return self.resources.get(role, Resources())
+
+
+def short_lead(profile: ClusterProfile, recipe: Recipe) -> str:
+    """A sentence where rollout jobs are told to leave later ahead than an episode may last (I10); else empty."""
+    lead_s, episode_s = profile.slurm.signal_lead_s, recipe.environment.episode_deadline_s
+    if profile.kind != "slurm" or lead_s >= episode_s:
+        return ""
+    return (
+        f"slurm.signal_lead_s={lead_s} of the cluster profile is less than environment.episode_deadline_s={episode_s:g}: an "
+        f"episode that needs longer than the lead is lost when its job reaches its limit, and sampled again; raise signal_lead_s "
+        f"to {math.ceil(episode_s)} or lower the deadline"
+    )
 
 
 def load_cluster(name: str) -> ClusterProfile:

@@ -276,11 +276,14 @@ def jobs(
     as_json: AsJson = False,
 ) -> None:
     """Prints the exact job scripts of a recipe on a cluster; submits nothing."""
-    from cluster.profile import load_cluster
+    from cluster.profile import load_cluster, short_lead
     from flows.display import job_scripts
     from miles_core.recipe import load_recipe
 
-    scripts = job_scripts(load_recipe(recipe, tuple(settings)), load_cluster(cluster))
+    trained, profile = load_recipe(recipe, tuple(settings)), load_cluster(cluster)
+    if warning := short_lead(profile, trained):
+        logging.warning(warning)
+    scripts = job_scripts(trained, profile)
     if as_json:
         print_json([{"writer": writer, "script": script} for writer, script in scripts.items()])
     else:

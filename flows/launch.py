@@ -18,7 +18,7 @@ from typing import Any
 from cluster.drain import drain_mark, lift_drain
 from cluster.epoch import read_closed, supervisor_context, take_epoch
 from cluster.job_spec import make_job_spec
-from cluster.profile import ClusterProfile
+from cluster.profile import ClusterProfile, short_lead
 from cluster.scheduler import Scheduler
 from cluster.schedulers import make_scheduler
 from cluster.supervise import Outcome, Progress, Supervisor
@@ -92,7 +92,12 @@ def _let_nobody_write() -> None:
 
 
 def check_scripts(run: RunConfig, paths: RunPaths, profile: ClusterProfile, scheduler: Scheduler) -> None:
-    """Makes every job's script once: what cannot be is refused before anything is submitted. Raises RecipeError."""
+    """Makes every job's script once: what cannot be is refused before anything is submitted, what loses work is said.
+
+    Raises RecipeError.
+    """
+    if warning := short_lead(profile, run.recipe):
+        log.warning(warning)
     for writer in all_writers(run.recipe):
         scheduler.script(make_job_spec(run, paths, profile, writer, 1))
 

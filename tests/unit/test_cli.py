@@ -65,13 +65,14 @@ def site_file(tmp_path: Path, text: str = SLURM_SITE) -> str:
 
 
 def test_jobs_prints_every_script_where_there_is_no_slurm(
-    tmp_path: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     shown = miles("jobs", "chain_sum", "--cluster", site_file(tmp_path))
     assert shown.code == 0, shown.err
     assert shown.out.count("#!/bin/bash") == shown.out.count("# ---- ") == 5
     assert "#SBATCH --account=lab" in shown.out and "module load cuda" in shown.out and "#SBATCH --licenses=x:1" in shown.out
+    assert "signal_lead_s=60 " in caplog.text and "episode_deadline_s=120:" in caplog.text
 
 
 def test_jobs_of_the_local_default(miles: Miles) -> None:
@@ -462,6 +463,15 @@ def test_a_filesystem_that_refuses_is_one_message(
     seen = miles(*run_arguments(model))
     assert seen.code == 1 and words in seen.err and "/runs/x/supervisor/journal" in seen.err
     assert "Traceback" not in seen.err and len(seen.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("lead_s", [119, 120])
+def test_a_run_whose_rollout_is_warned_too_late_says_so_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lead_s: int
+) -> None:
+    site = Site(tmp_path / "run", slurm={"signal_lead_s": lead_s})
+    launch.check_scripts(site.run, site.paths, site.profile, SlurmScheduler(site.profile.slurm, run=site.fake.run))
+    assert caplog.text.count("signal_lead_s=119 ") == (lead_s == 119)
 
 
 def test_flags_that_cannot_be_are_refused_before_anything_is_submitted(tmp_path: Path) -> None:

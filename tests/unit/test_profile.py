@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.job_spec import make_job_spec
-from cluster.profile import ClusterProfile
+from cluster.profile import ClusterProfile, short_lead
 from cluster.role_env import role_env
+from miles_core.recipe import load_recipe
 from tests.protocol.learner_run import make_run
 
 
@@ -43,3 +44,10 @@ def test_a_learner_of_several_ranks_knows_how_many_must_meet(tmp_path) -> None:
         made = profile(kind, resources={"learner": resources})
         for writer, ranks in (("learner-0", expected), ("rollout-0", None)):
             assert role_env(make_job_spec(run, paths, made, writer, 1)).get("MILES_RANKS") == ranks
+
+
+@pytest.mark.parametrize(("kind", "lead_s", "warns"), [("slurm", 89, True), ("slurm", 90, False), ("local", 1, False)])
+def test_a_lead_shorter_than_an_episode_is_said_with_both_numbers(kind: str, lead_s: int, warns: bool) -> None:
+    recipe = load_recipe("chain_sum", ("environment.episode_deadline_s=90",))
+    said = short_lead(profile(kind, slurm={"signal_lead_s": lead_s}), recipe)
+    assert ("signal_lead_s=89 " in said and "episode_deadline_s=90:" in said and "to 90" in said) if warns else said == ""
