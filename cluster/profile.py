@@ -123,8 +123,8 @@ def short_lead(profile: ClusterProfile, recipe: Recipe) -> str:
         return ""
     return (
         f"slurm.signal_lead_s={lead_s} of the cluster profile is less than environment.episode_deadline_s={episode_s:g}: an "
-        f"episode that needs longer than the lead is lost when its job reaches its limit, and sampled again; raise signal_lead_s "
-        f"to {math.ceil(episode_s)} or lower the deadline"
+        f"episode that needs longer than the lead is lost when its job reaches its limit, and sampled again; raise "
+        f"signal_lead_s to {math.ceil(episode_s)} or lower the deadline"
     )
 
 
