@@ -70,8 +70,8 @@ def ours(batch: Found) -> Found:
     """By the modules of miles_core.learner."""
     from miles_core.learner.advantages import advantages
     from miles_core.learner.corrections import correction_weights
-    from miles_core.learner.presets import Advantage
     from miles_core.learner.segments import Segments
+    from miles_core.presets import Advantage
     from miles_core.recipe import LearnerSpec
 
     mask, rewards = torch.from_numpy(batch["mask"]), torch.from_numpy(batch["rewards"])

@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from miles_core import presets
 from miles_core.errors import RecipeError
-from miles_core.learner import presets
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -197,7 +197,7 @@ class LearnerSpec(Closed):
     grad_clip: float = Field(default=1.0, gt=0)
     """Global gradient norm bound."""
     objective: presets.Objective = "grpo"
-    """Preset: gives the seven fields below their values where the recipe gives none (learner/presets.py)."""
+    """Preset: gives the seven fields below their values where the recipe gives none (presets.py)."""
     advantage: presets.Advantage = "group_std"
     """What a sample's reward is compared with (learner/advantages.py)."""
     ratio: presets.Ratio = "token"
@@ -221,9 +221,9 @@ class LearnerSpec(Closed):
     tis_cap: float = Field(default=2.0, gt=0)
     """C of `correction: tis`."""
     mis_low: float | None = Field(default=None, ge=0)
-    """`correction: mis_*`: weights under this become 0. Default by kind (learner/presets.py)."""
+    """`correction: mis_*`: weights under this become 0. Default by kind (presets.py)."""
     mis_high: float | None = Field(default=None, gt=0)
-    """`correction: mis_*`: weights over this become 0. Default by kind (learner/presets.py)."""
+    """`correction: mis_*`: weights over this become 0. Default by kind (presets.py)."""
     veto: float | None = Field(default=None, gt=0, lt=1)
     """A row with a token whose weight is under this counts for nothing; 1e-4 is usual. Default: off."""
     kl_coef: float = Field(default=0.0, ge=0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from miles_core.learner.presets import Advantage
+from miles_core.presets import Advantage
 
 STD_EPSILON = 1e-4
 VARIANCE_EPSILON = 1e-8

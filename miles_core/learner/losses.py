@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from miles_core.learner.corrections import LOG_RATIO_BOUND, bounded_exp, correction_weights
-from miles_core.learner.presets import FlatGroups
 from miles_core.learner.segments import Segments
+from miles_core.presets import FlatGroups
 from miles_core.recipe import LearnerSpec
 
 

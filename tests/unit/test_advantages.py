@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_core.learner.advantages import advantages
-from miles_core.learner.presets import Advantage
+from miles_core.presets import Advantage
 from tests.unit.objective_reference import ADVANTAGES, random_case
 
 KINDS: tuple[Advantage, ...] = get_args(Advantage)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from miles_core.errors import RecipeError
-from miles_core.learner.presets import MIS_BOUNDS, PRESETS, Objective, resolve
+from miles_core.presets import MIS_BOUNDS, PRESETS, Objective, resolve
 from miles_core.recipe import LearnerSpec, Recipe, load_recipe
 
 

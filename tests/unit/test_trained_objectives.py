@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from miles_core.learner.advantages import advantages
 from miles_core.learner.batching import Microbatch
 from miles_core.learner.losses import PolicyLoss, Totals
-from miles_core.learner.presets import PRESETS, Objective
 from miles_core.learner.trainer import Trainer
+from miles_core.presets import PRESETS, Objective
 from miles_core.recipe import LearnerSpec
 from miles_core.trajectories.schema import Trajectory
 from tests.unit.test_trainer import SPEC, assert_same_bytes, make_batch, train
