@@ -6,7 +6,8 @@ CLUSTER ?= local
 PYTHON  ?= $(shell command -v python3.11 || command -v python3)
 VENV    := .venv
 BIN     := $(VENV)/bin
-WORKERS ?= 2
+# The Slurm and the end-to-end tests mostly wait, each group on a worker of its own: a third has the cores meanwhile.
+WORKERS ?= 3
 
 # No CUDA kernels, no first-use builds: see miles_core/learner/trainer.py.
 export DS_BUILD_OPS   := 0
