@@ -77,8 +77,8 @@ class Run:
         make_scheduler(self.profile, self.root).cancel(tuple(job.job_id for job in jobs), signal="KILL")
 
     def leave(self) -> None:
-        """The supervisor leaves as on Ctrl-C; the jobs go on."""
-        self.supervisor.send_signal(signal.SIGINT)
+        """The supervisor leaves as on Ctrl-C (which a background process of a shell would not hear); the jobs go on."""
+        self.supervisor.send_signal(signal.SIGTERM)
         self.supervisor.wait(timeout=60)
 
     def end(self) -> bool:
