@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from miles_core.errors import LeaseLost, MilesError, RunDirectoryError
+from miles_core.errors import MilesError, RunDirectoryError
 from miles_core.learner.loop import Learner
 from miles_core.learner.loop import Trainer as AnyTrainer
 from miles_core.learner.ranks import Lead, Place, Sibling
@@ -21,7 +21,7 @@ from miles_core.paths import RunPaths
 from miles_core.policy.manifest import probe_prompts
 from miles_core.recipe import Recipe
 from miles_core.run import read_run
-from miles_core.runtime.context import RoleContext, own_job_id, parse_arguments, run_role, start_logging
+from miles_core.runtime.context import RoleContext, exit_code_of, own_job_id, parse_arguments, run_role, start_logging
 
 if TYPE_CHECKING:
     from miles_core.learner.trainer import Trainer
@@ -51,7 +51,8 @@ def follow_rank_0(place: Place, argv: list[str] | None = None) -> int:
     start_logging(f"role=learner-0 attempt={arguments.attempt} rank={place.rank}")
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: log.info("signal=%s: rank 0 decides", signal.Signals(number).name))
-    try:
+
+    def play() -> int:
         run, paths = read_run(arguments.run_dir)
         token = os.environ.get("MILES_TOKEN", "")
         link = Sibling(place, run, paths, arguments.attempt, token, own_job_id()).join()
@@ -59,15 +60,8 @@ def follow_rank_0(place: Place, argv: list[str] | None = None) -> int:
 
         follow(link, place, arguments.attempt, lambda device: make_trainer(paths, run.recipe, device))
         return 0
-    except LeaseLost as lost:
-        log.warning("%s", lost)
-        return lost.exit_code
-    except MilesError as error:
-        log.error("%s", error)
-        return error.exit_code
-    except Exception:
-        log.exception("unexpected error")
-        return 1
+
+    return exit_code_of(play)
 
 
 def make_trainer(paths: RunPaths, recipe: Recipe, device: str) -> Trainer:

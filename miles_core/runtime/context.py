@@ -261,22 +261,10 @@ def own_job_id() -> str:
     return os.environ.get("SLURM_JOB_ID", os.environ.get("MILES_JOB_ID", ""))
 
 
-def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
-    """Runs a role's main with everything around it and returns the exit code."""
-    arguments = parse_arguments(argv)
-    writer = f"{role}-{arguments.replica}"
-    start_logging(f"role={writer} attempt={arguments.attempt}")
-    context: RoleContext | None = None
+def exit_code_of(work: Callable[[], int]) -> int:
+    """What `work` returns, or the exit code of what it raised, which is logged: the last border of a role's process."""
     try:
-        run, paths = read_run(arguments.run_dir)
-        context = RoleContext(
-            run, paths, writer, arguments.attempt,
-            token=os.environ.get("MILES_TOKEN", ""), job_id=own_job_id(),
-        )  # fmt: skip
-        _install_signals(context)
-        context.start()
-        main(context)
-        return context.exit_code
+        return work()
     except LeaseLost as lost:
         log.warning("%s", lost)
         return lost.exit_code
@@ -286,10 +274,30 @@ def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
     except Exception:
         log.exception("unexpected error")
         return 1
+
+
+def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
+    """Runs a role's main with everything around it and returns the exit code."""
+    arguments = parse_arguments(argv)
+    writer = f"{role}-{arguments.replica}"
+    start_logging(f"role={writer} attempt={arguments.attempt}")
+    return exit_code_of(lambda: _play(writer, arguments, main))
+
+
+def _play(writer: str, arguments: argparse.Namespace, main: RoleMain) -> int:
+    run, paths = read_run(arguments.run_dir)
+    context = RoleContext(
+        run, paths, writer, arguments.attempt,
+        token=os.environ.get("MILES_TOKEN", ""), job_id=own_job_id(),
+    )  # fmt: skip
+    try:
+        _install_signals(context)
+        context.start()
+        main(context)
+        return context.exit_code
     finally:
-        if context is not None:
-            context.stop()
-            context.metrics.close()
+        context.stop()
+        context.metrics.close()
 
 
 def _install_signals(context: RoleContext) -> None:
