@@ -68,7 +68,7 @@ def test_jobs_prints_every_script_where_there_is_no_slurm(
     tmp_path: Path, miles: Miles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    shown = miles("jobs", "chain_sum", "--cluster", site_file(tmp_path))
+    shown = miles("jobs", "chain_sum", "--cluster", site_file(tmp_path), "--set", "environment.episode_deadline_s=120")
     assert shown.code == 0, shown.err
     assert shown.out.count("#!/bin/bash") == shown.out.count("# ---- ") == 5
     assert "#SBATCH --account=lab" in shown.out and "module load cuda" in shown.out and "#SBATCH --licenses=x:1" in shown.out
