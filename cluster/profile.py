@@ -1,4 +1,4 @@
-"""Where a run's roles run: site facts of one cluster. What is trained is miles_core/recipe.py; never mixed."""
+"""Where a run's roles run: site facts of one cluster. What is trained is miles_core/recipe/; never mixed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,40 @@
+"""What a person trains: one typed, closed, frozen description of a run. Where it runs is cluster/profile.py; never mixed.
+
+YAML is written by hand; the resolved copy in a run directory is JSON. Every cross-field rule refuses at submit and names
+the fix. A field exists only if something reads it.
+"""
+
+from __future__ import annotations
+
+from miles_core.recipe.closed import Closed
+from miles_core.recipe.environment import EnvironmentSpec, GraderSpec
+from miles_core.recipe.learner import LearnerSpec, RewardScalerSpec
+from miles_core.recipe.model import EvaluationSpec, ModelSpec, PolicySpec, RetentionSpec
+from miles_core.recipe.reading import CONFIGS, apply_overrides, explain, find_config, load_recipe, read_yaml
+from miles_core.recipe.rollout import OrchestratorSpec, RolloutPool, RolloutSpec
+from miles_core.recipe.run import Recipe, TrackingSpec
+from miles_core.recipe.timing import Timing
+
+__all__ = [
+    "CONFIGS",
+    "Closed",
+    "EnvironmentSpec",
+    "EvaluationSpec",
+    "GraderSpec",
+    "LearnerSpec",
+    "ModelSpec",
+    "OrchestratorSpec",
+    "PolicySpec",
+    "Recipe",
+    "RetentionSpec",
+    "RewardScalerSpec",
+    "RolloutPool",
+    "RolloutSpec",
+    "Timing",
+    "TrackingSpec",
+    "apply_overrides",
+    "explain",
+    "find_config",
+    "load_recipe",
+    "read_yaml",
+]

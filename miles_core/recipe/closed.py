@@ -1,0 +1,11 @@
+"""What every section of a recipe or of a cluster profile is: typed, closed, frozen."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Closed(BaseModel):
+    """A frozen model that refuses unknown keys, and numbers that JSON has no word for: run.json would hold null for them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)

@@ -1,0 +1,74 @@
+"""Tasks, episodes and their grades."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from miles_core.recipe.closed import Closed
+
+
+class EnvironmentSpec(Closed):
+    """Where tasks come from, and what an episode may do."""
+
+    family: str
+    """A reasoning-gym family by its name there, for example `chain_sum`; `shell_puzzle`; or `package.module:ClassName`, an
+    environment of your own (miles_core/environments/registry.py says what it needs)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle."""
+    tool: Literal["none", "calculator", "shell"] = "none"
+    """The tool offered to the model; `none` is one turn. An environment of your own decides itself."""
+    max_turns: int = Field(default=1, ge=1)
+    """Model turns per episode."""
+    max_new_tokens: int = Field(default=24, ge=1)
+    """Sampled tokens per turn."""
+    max_tokens: int = Field(default=160, ge=8)
+    """Prompt, tool results and samples of one episode together; longer episodes end as `truncated`."""
+    tool_deadline_s: float = Field(default=5.0, gt=0)
+    """One tool call may take this long."""
+    episode_deadline_s: float = Field(default=120.0, gt=0)
+    """A whole episode may take this long; then it ends as failed (infrastructure)."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `family` names a class of the researcher's."""
+        return ":" in self.family
+
+    @model_validator(mode="after")
+    def _options_are_json(self) -> Self:
+        try:
+            same = json.loads(json.dumps(self.options, allow_nan=False)) == self.options
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise ValueError(
+                f"environment.options: {self.options} would not reach the jobs as it is; use texts (also as keys), finite "
+                f"numbers, true, false, null, lists and sections of these, and quote a date"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turns_need_a_tool(self) -> Self:
+        if self.is_own:
+            return self
+        if (self.family == "shell_puzzle") != (self.tool == "shell"):
+            raise ValueError(
+                f"environment: family {self.family!r} does not go with tool {self.tool!r}; shell_puzzle needs tool: shell, and "
+                f"no other family has it"
+            )
+        if self.tool == "none" and self.max_turns > 1:
+            raise ValueError("environment: max_turns > 1 needs a tool; set tool: calculator or max_turns: 1")
+        return self
+
+
+class GraderSpec(Closed):
+    """Grader replicas of tier L1 (rules)."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Jobs of the tier."""
+    attempts: int = Field(default=3, ge=1)
+    """A trajectory without a grade is sent out at most this often; then its group is dropped as `ungraded`."""
+    deadline_s: float = Field(default=10.0, gt=0)
+    """One verifier call may take this long."""

@@ -1,0 +1,56 @@
+"""The model and how its versions are published, evaluated and kept."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from miles_core.recipe.closed import Closed
+
+
+class ModelSpec(Closed):
+    """The base model: a folder or hub id, or a warm-up that makes one from scratch."""
+
+    path: str | None = None
+    """Folder in Hugging Face layout, or a hub id. Exclusive with `bootstrap`."""
+    bootstrap: str | None = None
+    """Name of a warm-up in miles_core/bootstrap that makes the base model; cached by content."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the learner's forward pass and of the published weights."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.bootstrap is None):
+            raise ValueError("model: give exactly one of `path` (a folder or hub id) and `bootstrap` (a warm-up's name)")
+        return self
+
+
+class PolicySpec(Closed):
+    """How versions are published: full (an anchor) or as the change from the version before (a delta)."""
+
+    deltas: bool = True
+    """False: every version is a full anchor."""
+    anchor_every: int = Field(default=10, ge=1)
+    """A full anchor every so many versions, so that a new reader never applies more than the deltas in between ..."""
+    anchor_ratio: float = Field(default=1.0, gt=0)
+    """... and as soon as the deltas since the last anchor would take more than this many times its size."""
+
+
+class RetentionSpec(Closed):
+    """What the collector deletes while the run goes on. Every deletion is recorded, and `miles verify` accepts no other."""
+
+    versions: bool = True
+    """Delete policy versions that nobody can need: those behind the two newest full ones, once they are evaluated."""
+    checkpoints: int = Field(default=2, ge=2)
+    """This many of the newest checkpoints stay; older ones are deleted."""
+    trajectories: Literal["keep", "after_two_checkpoints"] = "keep"
+    """Shards are what `miles verify` proves trained rows with, and what the report shows: `keep`. Otherwise those that no
+    recovery from a kept checkpoint needs are deleted."""
+
+
+class EvaluationSpec(Closed):
+    """Greedy evaluation of the first and the last version on held-out tasks."""
+
+    problems: int = Field(default=256, ge=1)
+    """Held-out tasks, from a seed range that training never draws."""
