@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,10 @@ def check_page_of(root: Path) -> None:
     """The section on routing is there, and both ways are drawn."""
     page = (root / "reports" / "index.html").read_text()
     assert "<h2>Routing</h2>" in page
-    for title in ("Mismatch without and with replay", "Largest logprob gap"):
-        own, replayed = drawn(page, title).values()
-        assert len(own) == len(replayed) == 4 and all(map(math.isfinite, own + replayed)), title
-        assert own[0] >= replayed[0] > 0, "at staleness 0 all of it is rounding, which replay keeps away from the routers"
+    found = {title: list(drawn(page, title).values()) for title in ("Mismatch without and with replay", "Largest logprob gap")}
+    for title, (own, replayed) in found.items():
+        assert len(own) == len(replayed) == 4 and all(map(math.isfinite, own + replayed)) and min(replayed) > 0, title
+    # Of the mean, not of the largest: that is one token's rounding, which may fall either way.
+    own, replayed = found["Mismatch without and with replay"]
+    assert statistics.median(a / b for a, b in zip(own, replayed, strict=True)) > 1, "replay does not bring the two closer"
     assert all(len(values) == 16 for values in drawn(page, "Expert load").values())
