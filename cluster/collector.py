@@ -6,11 +6,13 @@ without that it meets ENOENT and starts again at the newest anchor. Journals sta
 
 Invariants: the epoch is re-read after the record is on disk and before each object goes, so no record of a deletion lies
 behind a cut; at most one record has bytes left, the last one, so a successor that folds the journal takes up that one. A tick
-costs what is new and what is kept, not the age of the run. Failure: an OSError leaves the rest for the next tick.
+costs what is new and what is kept, not the age of the run. Failure: an OSError leaves the rest for the next tick; an object
+that may not be deleted is named and set aside, and stands in the next record again. A group id of no known form keeps shards.
 """
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import shutil
@@ -45,6 +47,10 @@ READING_CAP_S = 900.0
 """A version that is only kept because somebody says he reads it goes after this long: he may have died over it."""
 MOST_A_TICK = 200
 """Objects in one record."""
+MOST_REFUSED = 20
+"""With so many objects that may not be deleted it is not the objects: nothing more is recorded until they go."""
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ENOTEMPTY)
+"""What is wrong with this object alone; the last two: a client of NFS still holds a file of it open."""
 
 
 class Collector:
@@ -74,11 +80,15 @@ class Collector:
         self._shards = SettledShards(context) if self._spec.trajectories == "after_two_checkpoints" else None
         self._deleted: set[str] = set()
         self._unfinished: deque[Deleted] = deque()
+        self._refused: dict[str, Deleted] = {}
+        """By name: what may not be deleted now."""
+        self._named: set[str] = set()
 
     def fold(self, record: Deletion) -> None:
         """Takes a record of this or an earlier epoch; the bytes of the newest may be left."""
         self._deleted.update(item.name for item in record.items)
         self._unfinished = deque(record.items)
+        self._refused.clear()
 
     def tick(self, reading: Iterable[Version] = ()) -> None:
         """Deletes what is due. `reading`: versions that live roles say they read. Raises OSError, JournalCorrupt, LeaseLost."""
@@ -90,9 +100,12 @@ class Collector:
             self._delete(self._shards.due(self._oldest.step, self._deleted))
 
     def _delete(self, due: list[Deleted]) -> None:
-        """One record at a time: nothing is added while bytes of the last one are left."""
-        if due and not self._unfinished:
-            deletion = Deletion(items=tuple(due[:MOST_A_TICK]))
+        """One record at a time: nothing is added while bytes of the last one are left. What was refused is tried again."""
+        if len(self._refused) >= MOST_REFUSED:
+            self._unfinished.extend(self._refused.values())
+            self._refused.clear()
+        elif due and not self._unfinished:
+            deletion = Deletion(items=(*due[:MOST_A_TICK], *self._refused.values()))
             self._record(deletion)
             self.fold(deletion)
             self._finish()
@@ -104,10 +117,25 @@ class Collector:
             self._context.leases.check(self._context.writer, self._context.attempt)
             item = self._unfinished[0]
             self._context.crash_point("before_delete", "collector")
-            self._remove(self._paths.resolve(item.name))
+            try:
+                self._remove(self._paths.resolve(item.name))
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                self._set_aside(item, error)
+            else:
+                log.info("deleted %s %s: %d bytes", item.what, item.name, item.size_bytes)
             self._context.crash_point("after_delete", "collector")
             self._unfinished.popleft()
-            log.info("deleted %s %s: %d bytes", item.what, item.name, item.size_bytes)
+
+    def _set_aside(self, item: Deleted, error: OSError) -> None:
+        self._refused[item.name] = item
+        if item.name not in self._named:
+            self._named.add(item.name)
+            log.warning(
+                "%s %s retired but may not be deleted (%s); the others go, it is tried again with the next: give it to the "
+                "user of this process, or delete it by hand", item.what, item.name, error,
+            )  # fmt: skip
 
     def _poll(self) -> None:
         followers = [self._learner, self._evaluator, *(() if self._shards is None else (self._shards.orchestrator,))]
@@ -241,14 +269,19 @@ class SettledShards:
                     self._announce(writer, parse_record(frame.payload))
 
     def _announce(self, writer: str, record: object) -> None:
-        """A file that is not among this writer's shards is nobody's to delete."""
+        """A file that is not among this writer's shards is nobody's to delete, nor is one with a row of no known group."""
         if not isinstance(record, ShardSealed) or not record.rows:
+            return
+        try:
+            highest = max(number_of(row.group_id) for row in record.rows)
+        except ValueError as error:
+            log.warning("%s stays: one of its rows names no group (%s)", record.path, error)
             return
         path, folder = self._context.paths.resolve(record.path), self._context.paths.journal(writer).parent
         if path.suffix == ".arrow" and path.parent.parent == folder:
             shard = Deleted(what="shard", name=record.path, size_bytes=record.size_bytes, digest=record.digest)
             self._count += 1
-            heapq.heappush(self._announced, (max(number_of(row.group_id) for row in record.rows), self._count, shard))
+            heapq.heappush(self._announced, (highest, self._count, shard))
 
 
 def size_of(checkpoint: CheckpointSaved) -> int:

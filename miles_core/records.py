@@ -472,7 +472,7 @@ def sample_id(group_id: str, index: int) -> str:
 
 
 def number_of(identifier: str) -> int:
-    """12 of the group or order id `g12.o3`; groups are numbered in issue order."""
+    """12 of the group or order id `g12.o3`; groups are numbered in issue order. ValueError for an id of another form."""
     return int(identifier[1:].partition(".")[0])
 
 

@@ -6,9 +6,12 @@ that could disagree with them. What is retired stays so, whatever is published l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from miles_core.records import Batch, CheckpointSaved, Drop, GroupIssued, Published, Version, number_of
+
+log = logging.getLogger("miles")
 
 ANCHORS = 2
 
@@ -49,16 +52,28 @@ def oldest_kept_checkpoint(
 class OpenGroups:
     """Which groups a recovery may still need, folded from the orchestrator's accepted records.
 
-    Groups are numbered in issue order, so one number says it: nobody will ever need a row of a group below `watermark`.
+    Groups are numbered in issue order, so one number says it: nobody will ever need a row of a group below `watermark`. After
+    an id without a number nothing is known of any group, so all are needed.
     """
 
     def __init__(self) -> None:
         self._open: set[int] = set()
         self._batches: dict[int, list[int]] = {}
         self._next = 0
+        self._is_lost = False
 
     def fold(self, record: object) -> None:
         """Takes one accepted record."""
+        try:
+            self._fold(record)
+        except ValueError as error:
+            if not self._is_lost:
+                log.warning(
+                    "a group of the orchestrator's journal has no number (%s): all shards stay; run `miles verify`", error
+                )
+            self._is_lost = True
+
+    def _fold(self, record: object) -> None:
         if isinstance(record, GroupIssued):
             number = number_of(record.group_id)
             self._open.add(number)
@@ -75,6 +90,8 @@ class OpenGroups:
 
         Batches up to `step` are forgotten.
         """
+        if self._is_lost:
+            return 0
         for settled in [number for number in self._batches if number <= step]:
             del self._batches[settled]
         return min([*self._open, *(number for numbers in self._batches.values() for number in numbers), self._next])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cluster.collector import MOST_A_TICK, READING_CAP_S, Collector, remove_object
+from cluster.collector import MOST_A_TICK, MOST_REFUSED, READING_CAP_S, Collector, remove_object
 from cluster.epoch import WRITER, supervisor_context
 from miles_core.errors import DigestMismatch, LeaseLost
 from miles_core.paths import RunPaths
@@ -307,6 +308,25 @@ def test_shards_go_behind_two_checkpoints_once_all_their_groups_are_settled(tmp_
     assert names == [run[1].relative(settled), run[1].relative(late)]
 
 
+def test_a_group_without_a_number_keeps_shards_and_ends_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A row's keeps its shard; the orchestrator's keeps all, for nothing is known of what is open any more."""
+    run = make_run(tmp_path / "run", retention=RetentionSpec(trajectories="after_two_checkpoints"))
+    orchestrator = FakeOrchestrator(*run)
+    for number in range(2, 14):
+        orchestrator.journal.append(GroupIssued(group_id=f"g{number}.o1", task_seed=1, num_samples=2))
+    orchestrator.write_all()
+    run_learner(*run)
+    odd = seal(run, "a1-000900.arrow", "g2.o1", "twelve", attempt=1)
+    settled = seal(run, "a2-000001.arrow", "g3.o1", attempt=2)
+    Epoch(run).settle()
+    assert odd.exists() and not settled.exists()
+    orchestrator.journal.write(Drop(group_id="", reason="stale"))
+    other = seal(run, "a3-000001.arrow", "g4.o1", attempt=3)
+    Epoch(run, epoch=2).settle()
+    assert other.exists()
+    assert any("all shards stay" in text for text in caplog.messages)
+
+
 def test_shards_stay_unless_the_recipe_says_otherwise(trained: Run) -> None:
     shard = seal(trained, "a1-000900.arrow", "g2.o1")
     Epoch(trained).settle()
@@ -360,6 +380,46 @@ def test_nothing_is_recorded_while_bytes_of_the_last_record_are_left(trained: Ru
         with pytest.raises(OSError, match="Stale"):
             epoch.tick()
     assert len(read_all(epoch.context.reading, epoch.context.paths.journal(WRITER))) == 2
+
+
+class Forbidden:
+    """Deletes what it may; one folder belongs to somebody else."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = set(names)
+
+    def __call__(self, path: Path) -> None:
+        if path.name in self.names:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        remove_object(path)
+
+
+def test_an_object_that_may_not_be_deleted_holds_nobody_up_and_goes_when_it_may(
+    trained: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = trained[1].version(1, 1)
+    Epoch(trained, remove=Forbidden(folder.name)).settle()
+    assert versions_on_disk(trained) == [(0, 1), (1, 1), (STEPS - 1, 1), (STEPS, 1)]
+    told = [text for text in caplog.messages if "may not be deleted" in text]
+    assert len(told) == 1 and folder.name in told[0] and "Permission denied" in told[0]
+    evaluated(trained, 0)
+    Epoch(trained, epoch=2, remove=Forbidden(folder.name)).settle()
+    assert versions_on_disk(trained) == [(1, 1), (STEPS - 1, 1), (STEPS, 1)]
+    assert deletions(trained)[-1] == trained[1].relative(folder), "the newest record names all that is left"
+    Epoch(trained, epoch=3).settle()
+    assert versions_on_disk(trained) == [(STEPS - 1, 1), (STEPS, 1)]
+
+
+def test_where_nothing_may_be_deleted_the_records_do_not_grow(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1000)
+    announce(run, 60)
+    evaluated(run, 0)
+    epoch = Epoch(run, remove=Forbidden(*(run[1].version(step, 1).name for step in range(60))))
+    epoch.settle()
+    recorded = deletions(run)
+    assert len(recorded) >= MOST_REFUSED
+    epoch.settle()
+    assert deletions(run) == recorded
 
 
 def test_a_newer_epoch_ends_the_collector_before_the_next_object(trained: Run) -> None:
