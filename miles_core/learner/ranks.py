@@ -5,6 +5,8 @@ connection to it, over which commands go one way and answers the other, one JSON
 connection ends the wait for a command, which may last for hours; so the connection is also the watch: the kernel closes it
 when a process dies, however it died, and a keepalive notices a host that vanished. Whoever sees it close says which rank was
 lost and where, and ends its own process at once, also out of a collective that hangs; the supervisor replaces the whole role.
+A process that was stopped, or hangs as a whole, keeps its connection: so each rank also sends a pulse, and one that rank 0 has
+not heard for silent_s is lost, too.
 
 Meeting: rank 0 publishes where it listens under its attempt (RunPaths.ranks), with the attempt's token and the job's id, so a
 rank of another attempt, of a twin or of another run on the same host is never taken for a sibling. Ports are searched outside
@@ -16,7 +18,6 @@ Failure: DeadlineExceeded names the ranks that did not come; RankLost the one th
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -32,6 +33,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from miles_core.errors import DeadlineExceeded, LeaseLost, MilesError, RankLost
+from miles_core.learner.rank_line import Line, Message
 from miles_core.paths import RunPaths
 from miles_core.recipe import Closed
 from miles_core.run import RunConfig
@@ -55,17 +57,15 @@ ACCEPT_S = 0.2
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 10_000
 PORT_TRIES = 100
-KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 10),
-    (socket.TCP_KEEPINTVL, 10),
-    (socket.TCP_KEEPCNT, 3),
-    (socket.TCP_USER_TIMEOUT, 40_000),
-)
-"""A host that vanished without a word is noticed after 40 s."""
+SILENT_S = 60.0
+"""A rank that is not heard for this long, or for lease_s if that is longer, stands still."""
+PULSES = 8
+"""A rank sends a pulse this often in that time."""
+_LONG_GAP = 1 / 3
+"""Of that time: after a longer pause of its own rank 0 starts its count again, as whoever judges a heartbeat (I4)."""
 
 End = Callable[[int], object]
 """Ends the process at once, from any thread."""
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,66 +110,6 @@ class Meeting(Closed):
     """Where torch.distributed's store listens."""
 
 
-class Line:
-    """One connection: JSON objects, one a line. Several threads may send, one receives."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._lock = connection, threading.Lock()
-        self._reader = connection.makefile("rb")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    @property
-    def own_address(self) -> str:
-        """This end's address: by it the other end reaches this node."""
-        return str(self._socket.getsockname()[0])
-
-    @property
-    def peer_address(self) -> str:
-        """The other end's address."""
-        return str(self._socket.getpeername()[0])
-
-    def send(self, **message: Any) -> bool:
-        """False if the other end is gone; whoever receives will notice that."""
-        try:
-            with self._lock:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> Message | None:
-        """The next message; None when the other end is gone, or silent for longer than a set timeout."""
-        try:
-            line = self._reader.readline()
-            message = json.loads(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError):
-            return None
-        return message if isinstance(message, dict) else None
-
-    def receive_within(self, seconds: float) -> Message | None:
-        """As receive, but the whole message comes within this time, also from one who sends byte by byte."""
-        closing = threading.Timer(seconds, self.close)
-        closing.start()
-        message = self.receive()
-        closing.cancel()
-        return message
-
-    def set_timeout(self, seconds: float | None) -> None:
-        """For both directions; None waits for ever."""
-        self._socket.settimeout(seconds)
-
-    def close(self) -> None:
-        """Both ends notice."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            log.debug("a connection between ranks was closed already")
-        self._socket.close()
-
-
 # --- rank 0
 
 
@@ -181,13 +121,15 @@ class _Member:
         self.name = f"rank {rank} ({where})"
         self.answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.watcher: threading.Thread | None = None
+        self.heard_at = time.monotonic()
 
 
 class Lead:
     """Rank 0's end of all connections. With one rank it does nothing."""
 
-    def __init__(self, place: Place, *, end: End = os._exit) -> None:
-        self.place, self._end = place, end
+    def __init__(self, place: Place, *, silent_s: float = SILENT_S, end: End = os._exit) -> None:
+        """`silent_s`: a rank that is not heard for so long stands still."""
+        self.place, self._silent_s, self._end = place, silent_s, end
         self._members: dict[int, _Member] = {}
         self._lock, self._is_closing = threading.Lock(), False
         self._pending = ""
@@ -221,6 +163,7 @@ class Lead:
                         f"{JOIN_S:.0f} s; their logs beside this one say what they saw (must the nodes' firewall let it pass?)"
                     )
                 self._accept(listener, meeting)
+        threading.Thread(target=self._listen_for_pulses, name="pulses", daemon=True).start()
         return True
 
     def _meeting(self, context: RoleContext, ports: tuple[int, int]) -> Meeting:
@@ -245,17 +188,34 @@ class Lead:
             return
         member = _Member(rank, str(hello.get("where")), line)
         self._members[member.rank] = member
-        line.send(do="welcome")
+        line.send(do="welcome", pulse_s=self._silent_s / PULSES)
         log.info("joined: %s", member.name)
         member.watcher = threading.Thread(target=self._watch, args=(member,), name=f"rank {rank}", daemon=True)
         member.watcher.start()
 
     def _watch(self, member: _Member) -> None:
         while (message := member.line.receive()) is not None:
+            member.heard_at = time.monotonic()
             if "failed" in message:
                 self._lose(member, f"failed: {message['failed']}")
-            member.answers.put(message)
+            if "pulse" not in message:
+                member.answers.put(message)
         self._lose(member, "is gone: its connection closed")
+
+    def _listen_for_pulses(self) -> None:
+        """Until one of the ranks stands still, or all leave."""
+        looked_at = counts_from = time.monotonic()
+        while not self._is_closing:
+            time.sleep(self._silent_s / PULSES)
+            now = time.monotonic()
+            if now - looked_at > self._silent_s * _LONG_GAP:
+                counts_from = now
+            looked_at = now
+            for member in list(self._members.values()):
+                silent_s = now - max(member.heard_at, counts_from)
+                if silent_s >= self._silent_s:
+                    doing = f", in the middle of {self._pending!r}" if self._pending else ""
+                    self._lose(member, f"stands still: not heard for {silent_s:.0f} s though its connection is open{doing}")
 
     def _lose(self, member: _Member, how: str) -> None:
         """The first loss is the cause of all others, so only that one is told."""
@@ -323,11 +283,12 @@ class Lead:
 class Link:
     """Another rank's end of its connection to rank 0."""
 
-    def __init__(self, line: Line, lead: str, meeting: Meeting, *, end: End = os._exit) -> None:
-        self._line, self._lead, self._end = line, lead, end
+    def __init__(self, line: Line, lead: str, meeting: Meeting, *, pulse_s: float, end: End = os._exit) -> None:
+        self._line, self._lead, self._pulse_s, self._end = line, lead, pulse_s, end
         self.meeting = meeting
         self._commands: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="rank 0", daemon=True).start()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     @property
     def peer_address(self) -> str:
@@ -364,6 +325,11 @@ class Link:
             if message["do"] == "leave":
                 return
         self._die(f"{self._lead} is gone: its connection closed")
+
+    def _beat(self) -> None:
+        """As long as this process gets on; a pulse that cannot be sent is noticed by `_read`."""
+        while self._line.send(pulse=True):
+            time.sleep(self._pulse_s)
 
     def _die(self, why: str) -> None:
         log.error("%s; the ranks of an attempt end together", why)
@@ -423,11 +389,12 @@ class Sibling:
                 continue
             where = f"pid {os.getpid()} on {node_name()}"
             line.send(token=self.token, job_id=self.job_id, rank=self.place.rank, where=where)
-            if (line.receive() or {}).get("do") == "welcome":
+            welcome = line.receive() or {}
+            if welcome.get("do") == "welcome":
                 line.set_timeout(None)
                 lead = f"rank 0 (pid {meeting.pid} on {meeting.hosts[0]})"
                 log.info("joined %s at %s port %d", lead, host, meeting.port)
-                return Link(line, lead, meeting, end=end)
+                return Link(line, lead, meeting, pulse_s=float(welcome["pulse_s"]), end=end)
             line.close()
             troubles.append(f"{host} port {meeting.port}: no welcome")
         raise OSError("; ".join(troubles))

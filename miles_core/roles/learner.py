@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from miles_core.errors import MilesError, RunDirectoryError
 from miles_core.learner.loop import Learner
 from miles_core.learner.loop import Trainer as AnyTrainer
-from miles_core.learner.ranks import Lead, Place, Sibling
+from miles_core.learner.ranks import SILENT_S, Lead, Place, Sibling
 from miles_core.paths import RunPaths
 from miles_core.policy.manifest import probe_prompts
 from miles_core.recipe import Recipe
@@ -31,7 +31,7 @@ log = logging.getLogger("miles")
 
 def main(context: RoleContext) -> None:
     """Trains the run. torch and DeepSpeed are imported when the journal is open: nobody waits for them to see the cuts."""
-    lead = Lead(Place.of(os.environ))
+    lead = Lead(Place.of(os.environ), silent_s=max(SILENT_S, context.timing.lease_s))
 
     def start() -> AnyTrainer:
         from miles_core.learner.ranked import start_ranks

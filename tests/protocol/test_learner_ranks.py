@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -97,8 +98,10 @@ def test_an_address_names_its_interface() -> None:
 class Job:
     """One attempt's ranks as processes; rank 0 runs `lead`, the others do what it says."""
 
-    def __init__(self, made: tuple[RunConfig, RunPaths], attempt: int = 1, num_ranks: int = 3) -> None:
-        (self.run, self.paths), self.attempt, self.num_ranks = made, attempt, num_ranks
+    def __init__(
+        self, made: tuple[RunConfig, RunPaths], attempt: int = 1, num_ranks: int = 3, silent_s: float = ranks.SILENT_S
+    ) -> None:
+        (self.run, self.paths), self.attempt, self.num_ranks, self.silent_s = made, attempt, num_ranks, silent_s
         self.processes: list[BaseProcess] = []
 
     def start(self, lead: Callable[[Lead], None]) -> Job:
@@ -122,7 +125,7 @@ class Job:
     def _lead(self, work: Callable[[Lead], None]) -> None:
         context = learner_context(self.run, self.paths, self.attempt, job_id=f"job{self.attempt}")
         context.start()
-        lead = Lead(Place(0, self.num_ranks, 0))
+        lead = Lead(Place(0, self.num_ranks, 0), silent_s=self.silent_s)
         try:
             assert lead.gather(context)
             work(lead)
@@ -178,10 +181,10 @@ def in_a_collective(lead: Lead) -> None:
 def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def make(name: str = "run", attempt: int = 1, num_ranks: int = 3) -> Job:
+    def make(name: str = "run", attempt: int = 1, num_ranks: int = 3, silent_s: float = ranks.SILENT_S) -> Job:
         folder = tmp_path / name
         run = (made[0].run, made[0].paths) if folder.exists() else make_run(folder, run_id=name)
-        made.append(Job(run, attempt, num_ranks))
+        made.append(Job(run, attempt, num_ranks, silent_s))
         return made[-1]
 
     yield make
@@ -233,6 +236,36 @@ def test_a_killed_rank_takes_all_along_within_seconds_and_is_named(
     name = f"rank {victim} (pid {job.processes[victim].pid} on {ranks.node_name()}) is gone: its connection closed"
     for rank in survivors:
         assert name in job.log(rank)
+
+
+@pytest.mark.parametrize("work", [idle, in_a_collective])
+def test_a_rank_that_stands_still_is_lost_though_its_connection_is_open(
+    jobs: Callable[..., Job], work: Callable[[Lead], None]
+) -> None:
+    job = jobs(silent_s=2.0).start(work)
+    job.wait_until_joined()
+    os.kill(job.processes[1].pid or 0, signal.SIGSTOP)
+    job.processes[0].join(SECONDS)
+    job.processes[2].join(SECONDS)
+    os.kill(job.processes[1].pid or 0, signal.SIGCONT)
+    assert job.codes() == [RankLost.exit_code] * 3
+    doing = ", in the middle of 'hang'" if work is in_a_collective else ""
+    for rank in range(3):
+        found = re.search(rf"rank 1 \(pid {job.processes[1].pid} on .*\) stands still: (.*); the ranks of", job.log(rank))
+        assert found and re.fullmatch(rf"not heard for \d+ s though its connection is open{doing}", found[1])
+
+
+def test_ranks_that_all_stood_still_for_longer_than_that_lose_nobody(jobs: Callable[..., Job]) -> None:
+    """The job was suspended, or its node; rank 0 wakes up first."""
+    job = jobs(silent_s=2.0).start(idle)
+    job.wait_until_joined()
+    for process in reversed(job.processes):
+        os.kill(process.pid or 0, signal.SIGSTOP)
+    time.sleep(3.0)
+    for process in job.processes:
+        os.kill(process.pid or 0, signal.SIGCONT)
+    time.sleep(3.0)
+    assert [process.exitcode for process in job.processes] == [None] * 3
 
 
 def test_a_rank_that_fails_is_named_with_its_error(jobs: Callable[..., Job]) -> None:
@@ -349,7 +382,7 @@ def test_names_that_lead_nowhere_are_passed_over(jobs: Callable[..., Job]) -> No
             connection, _ = listener.accept()
             line = ranks.Line(connection)
             line.receive()
-            line.send(do="welcome")
+            line.send(do="welcome", pulse_s=1.0)
             line.send(do="leave")
 
         threading.Thread(target=welcome, daemon=True).start()
