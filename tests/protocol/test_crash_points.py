@@ -9,11 +9,15 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from miles_core.records import Drained, Drop, Incident, JobEnded, Leaving, Record, Returned, Rollback, Stop, WriterCut
+from miles_core.run import all_writers
 from miles_core.runtime import crash
 from miles_core.runtime.crash import OF_EVERY_ROLE, POINTS, VARIABLE
+from miles_core.tracking.ledger import read_all
 from miles_core.verify import verify_run
 from tests.protocol import rollback_world as world
 from tests.protocol.real_cluster import RealCluster, end_process
@@ -24,11 +28,6 @@ ROOT = Path(__file__).parents[2]
 ROLES = ("orchestrator", "rollout", "grader", "learner", "evaluator", "supervisor")
 ROLE_OF_MODULE = {"orchestrator": "orchestrator", "liveness": "orchestrator", "supervise": "supervisor", "context": "every"}
 """Where the call does not say it."""
-FLUSHES = {
-    "learner": (1, 2, 3, 4, 5, 6, 7, -2, -1), "supervisor": (1, 2, 3, 4, 5, -2, -1), "orchestrator": (1, 2, 3, 4, 5, -2, -1),
-    "rollout": (1, 2, 3), "grader": (1, 2, 3, 4, 5), "evaluator": (1, 2, 3, 4),
-}  # fmt: skip
-"""Header, cuts, each kind of record once, and the last two of a run; of a worker all that it writes in so short a run."""
 NEEDS_A_LOSS = ("orchestrator:after_cut", "supervisor:before_tombstone", "supervisor:after_tombstone",
                 "supervisor:before_cancel", "supervisor:after_cancel")  # fmt: skip
 """Passed only in a run that also loses a replica's node."""
@@ -90,12 +89,10 @@ def test_without_the_variable_or_elsewhere_nothing_ends(monkeypatch: pytest.Monk
 
 
 def places() -> Iterator[str]:
-    """`role:name:number` of all but those of ranks and of a rollback; a negative number counts from the end of the run."""
+    """`role:name:number` of all but those of ranks, of a rollback, and of the writes of journals."""
     for role in ROLES:
         for name in OF_EVERY_ROLE:
-            if "flush" in name:
-                yield from (f"{role}:{name}:{number}" for number in FLUSHES[role])
-            elif not (role == "supervisor" and "done" in name):
+            if "flush" not in name and not (role == "supervisor" and "done" in name):
                 yield f"{role}:{name}:1"
     for role in (*ROLES, "collector"):
         default = 2 if role == "learner" else 1
@@ -117,37 +114,66 @@ def lose_a_node(cluster: RealCluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def flushes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Writes of its journal that each role does in a run without a fault; of several replicas the fewest."""
+def uncrashed(tmp_path_factory: pytest.TempPathFactory) -> RealCluster:
+    """A run without a fault."""
     cluster = RealCluster(tmp_path_factory.mktemp("uncrashed") / "run")
     cluster.start()
     cluster.run_to_the_end(2000)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def flushes(uncrashed: RealCluster) -> dict[str, int]:
+    """Writes of its journal that each role does in it; of several replicas the fewest."""
     found: dict[str, int] = {}
-    for process in cluster.processes:
+    for process in uncrashed.processes:
         role = process.writer.partition("-")[0]
         times = process.context.passed[f"{role} after_flush"]
         found[role] = min(times, found.get(role, times))
     return found
 
 
-@pytest.mark.parametrize("place", tuple(places()))
-def test_a_run_whose_role_dies_there_is_complete_and_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: dict[str, int], place: str
-) -> None:
-    role, name, number = place.split(":")
-    if int(number) < 0:
-        place = f"{role}:{name}:{flushes[role] + 1 + int(number)}"
+def die_at(place: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole run in which the role dies there; of several replicas each dies once."""
     monkeypatch.setattr(crash, "end_process", end_process)
     monkeypatch.setenv(VARIABLE, place)
-    cluster = RealCluster(tmp_path / "run")
+    cluster = RealCluster(folder)
     cluster.start()
     if place.rpartition(":")[0] in NEEDS_A_LOSS:
         lose_a_node(cluster)
     cluster.run_to_the_end(2000)
-    # A variable names a role: of several replicas each dies once.
-    assert {node.partition("-")[0] for node in cluster.killed()} == {role.replace("collector", "supervisor")}
+    role = place.partition(":")[0].replace("collector", "supervisor")
+    assert {node.partition("-")[0] for node in cluster.killed()} == {role}, place
     verification = verify_run(cluster.paths.root)
-    assert (verification.state, verification.faults) == ("COMPLETED", [])
+    assert (verification.state, verification.faults) == ("COMPLETED", []), place
+
+
+@pytest.mark.parametrize("place", tuple(places()))
+def test_a_run_whose_role_dies_there_is_complete_and_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    die_at(place, tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["before_flush", "after_flush"])
+@pytest.mark.parametrize("role", ROLES)
+def test_a_run_whose_role_dies_at_any_write_of_its_journal_is_complete_and_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: dict[str, int], role: str, name: str
+) -> None:
+    """At every one of them: as many as the same run has without a fault."""
+    for number in range(1, flushes[role] + 1):
+        die_at(f"{role}:{name}:{number}", tmp_path / str(number), monkeypatch)
+
+
+def test_every_kind_of_record_is_in_the_run_whose_writes_are_counted(uncrashed: RealCluster) -> None:
+    """So one that somebody adds is killed at, too; those named here only a fault, a request or bad luck makes a role write."""
+    written = {
+        type(record)
+        for writer in ("supervisor-0", *all_writers(uncrashed.recipe))
+        for record in read_all(uncrashed.processes[0].context.reading, uncrashed.paths.journal(writer))
+    }
+    elsewhere = {Rollback, Drained, Incident, JobEnded, WriterCut, Returned, Leaving, Stop, Drop}
+    assert written | elsewhere == set(get_args(get_args(Record)[0]))
 
 
 @pytest.mark.parametrize(
