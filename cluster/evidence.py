@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from cluster.drain import LEAVE_S, DrainRequest, read_drain_request
 from cluster.job_spec import token_of
 from cluster.scheduler import JobView, Phase, Scheduler, Snapshot
+from cluster.stalls import STALL_LIMIT, Sign, StallWatch
 from cluster.supervisor import Liveness, RoleView, World, is_worker, needed_for_the_end
 from miles_core.errors import JournalCorrupt
 from miles_core.policy.lineage import StepLog
@@ -147,6 +148,12 @@ class Evidence:
         self.troubles = Troubles()
         self._judge = LivenessJudge(context.fs, context.paths.heartbeats, context.timing.lease_s, context.clock)
         self._seen: Seen | None = None
+        recipe = context.recipe
+        episode_s, grade_s = recipe.environment.episode_deadline_s, recipe.grader.deadline_s
+        allowances_s = {"rollout": episode_s, "evaluator": episode_s, "grader": grade_s}
+        self._stalls = StallWatch(context.timing.stall_s, allowances_s)
+        self._named: set[str] = set()
+        """Whose stall was told."""
         self._down: set[str] = set()
         self._is_low = False
         self._jobs: dict[str, list[JobView]] = {}
@@ -176,6 +183,9 @@ class Evidence:
         for writer in filter(needed_for_the_end, self.roles):
             if (newest := self.context.leases.newest(writer)) > 0:
                 self._judge.observe(writer, newest)
+        now = self.context.clock()
+        for writer in self.roles:
+            self._stalls.observe(writer, self._sign_of(writer), now)
 
     def look_for_requests(self) -> None:
         """Reads the requests to cancel and to drain. A request once seen stays seen."""
@@ -234,6 +244,22 @@ class Evidence:
         return (
             f"{free_bytes / 2**20:.0f} MiB are left for {self.context.paths.root}: make room, the roles wait for it and go on"
         )
+
+    def newly_stalled(self) -> list[tuple[str, str]]:
+        """(writer, its last progress) of roles that live but have not got on for stall_s, each once per stall."""
+        stall_s = self.context.timing.stall_s
+        stalled = [writer for writer in self.roles if self._stalls.seconds(writer) >= stall_s]
+        new = [writer for writer in stalled if writer not in self._named]
+        self._named = set(stalled)
+        limit = f"replaced after {STALL_LIMIT * stall_s:g} s of that"
+        return [
+            (
+                writer,
+                f"attempt {self.roles[writer].attempt} lives but made no progress for {stall_s:g} s, {limit}: "
+                f"{self._stalls.describe(writer)}",
+            )
+            for writer in new
+        ]
 
     def _read_done(self) -> None:
         folder = self.context.paths.done("x").parent
@@ -311,6 +337,14 @@ class Evidence:
         entry = self.entry_of(writer)
         return "unknown" if entry is None else entry.verdict
 
+    def _sign_of(self, writer: str) -> Sign | None:
+        """What a living attempt says of itself; None if nothing is known of it now, or it is done."""
+        attempt = self.roles[writer].attempt
+        if writer in self.done or self._liveness_of(writer) != "alive":
+            return None
+        said = self._judge.heartbeat(writer, attempt) if needed_for_the_end(writer) else self.entry_of(writer)
+        return None if said is None or not said.state else Sign(attempt, said.state, said.progress, said.load, said.version)
+
     def _progress_of(self, record: RoleRecord) -> int:
         if record.writer == "learner-0":
             return self.steps.newest_step
@@ -339,6 +373,7 @@ class Evidence:
             draining_for_s=-1.0 if self.draining_since_s is None else now - self.draining_since_s,
             leave_s=self.leave_s,
             drain_s=drain_s, max_failures=max_failures, visibility_s=self.context.timing.visibility_s,
+            stall_limit_s=STALL_LIMIT * self.context.timing.stall_s,
         )  # fmt: skip
 
     def _view(self, record: RoleRecord) -> RoleView:
@@ -351,4 +386,5 @@ class Evidence:
             liveness=self._liveness_of(record.writer), newest_lease=self.context.leases.newest(record.writer),
             failures=record.failures, last_end=record.last_end, last_refusal=record.last_refusal,
             waits_until_s=record.waits_until_s, drained=record.drained,
+            stalled_for_s=self._stalls.seconds(record.writer), last_sign=self._stalls.describe(record.writer),
         )  # fmt: skip

@@ -245,6 +245,8 @@ class Supervisor:
             self.incident("node_down", detail=f"down or drained: {', '.join(down)}")
         if low := self.evidence.newly_low_on_disk():
             self.incident("disk_low", detail=low)
+        for writer, detail in self.evidence.newly_stalled():
+            self.incident("role_stalled", writer, detail)
         if self.profile.kind == "slurm" and (slow := self.evidence.troubles.attempt("metrics", self._saves.newly_slow)):
             self.incident("save_slower_than_grace", "learner-0", slow)
         may_write = self._journal_is_whole()

@@ -8,6 +8,8 @@ Rules (design section 6, I13, I14):
 - A refused submission costs a retry like a failure; one that may be taken later (transient) costs none.
 - Node failure, preemption (also by suspension) and a drained slice cost no retry; other ends cost one; progress gives all
   retries back.
+- A role that lives and says so, but has made no progress for a multiple of stall_s and does not say what it waits for, is
+  replaced like one that failed (cluster/stalls.py).
 - A lost rollout replica or grader is retired by a tombstone at once, so that its samples move before its successor starts.
 - A drain starts nobody: running jobs are told to leave, queued ones are cancelled, late ones are named, then cancelled.
 """
@@ -58,6 +60,10 @@ class RoleView:
     """Why the newest intent could not be submitted, for the message."""
     waits_until_s: float = 0.0
     """Back-off: no submission before this time of the supervisor's clock."""
+    stalled_for_s: float = 0.0
+    """Seconds that it has lived without any progress and without saying why it waits."""
+    last_sign: str = ""
+    """What it last said of itself, for the message."""
     drained: bool = False
     """It ended with a drain or before a rollback; the run goes on, and nobody has followed it yet."""
 
@@ -84,6 +90,8 @@ class World:
     """Seconds since orchestrator, learner and evaluator were all done; -1 before."""
     drain_s: float = 60.0
     max_failures: int = 3
+    stall_limit_s: float = math.inf
+    """A role that is stalled for this long is replaced."""
     visibility_s: float = 0.0
     """How late another node's completion record may appear here."""
 
@@ -242,9 +250,11 @@ def _reconcile(world: World, view: RoleView) -> list[Action]:
     if live and not view.submitted:
         return [Adopt(view.writer, view.attempt, live[0].job_id)]
     if live:
-        if not _is_hung(view, live):
-            return _replace_retired(world, view)
-        return _replace(world, view, _hung(view, live), not any(is_suspended(job) for job in live))
+        if _is_hung(view, live):
+            return _replace(world, view, _hung(view, live), not any(is_suspended(job) for job in live))
+        if _runs(view, live) and view.stalled_for_s >= world.stall_limit_s:
+            return _replace(world, view, _stalled(world, view), True)
+        return _replace_retired(world, view)
     if view.drained:
         return _succeed(view, "the run goes on after a drain or a rollback")
     if view.jobs:
@@ -274,8 +284,12 @@ def _resubmit(world: World, view: RoleView) -> list[Action]:
 
 
 def _is_hung(view: RoleView, live: list[JobView]) -> bool:
-    running = any(job.phase is Phase.RUNNING for job in live)
-    return running and view.liveness == "dead" and view.newest_lease == view.attempt
+    return _runs(view, live) and view.liveness == "dead"
+
+
+def _runs(view: RoleView, live: list[JobView]) -> bool:
+    """Its job runs, and the newest attempt holds the lease: what is heard, or not heard, is of that job."""
+    return any(job.phase is Phase.RUNNING for job in live) and view.newest_lease == view.attempt
 
 
 def _replace(world: World, view: RoleView, detail: str, costs: bool) -> list[Action]:
@@ -298,6 +312,10 @@ def _succeed(view: RoleView, reason: str) -> list[Action]:
 def _hung(view: RoleView, live: list[JobView]) -> str:
     says = "has suspended its job" if any(is_suspended(job) for job in live) else "says it runs"
     return f"attempt {view.attempt}: its heartbeat stopped while the scheduler {says}"
+
+
+def _stalled(world: World, view: RoleView) -> str:
+    return f"attempt {view.attempt} lives but made no progress for {world.stall_limit_s:g} s: {view.last_sign}"
 
 
 def _ended(view: RoleView, job: JobView) -> str:

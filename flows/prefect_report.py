@@ -43,7 +43,7 @@ Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 API_ERRORS = (PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError)
 """What the client raises when the API is away, refuses, or answers nonsense."""
 RUN_DIR_LABEL = "miles.run_dir"
-EVENTS = {"role_lost", "role_replaced", "node_down", "nodes_lost"}
+EVENTS = {"role_lost", "role_replaced", "role_stalled", "node_down", "nodes_lost"}
 """Incidents that are events, too; all others are in the log and in the report."""
 _REPORT_EVERY_S = 30.0
 _CLOSE_DEADLINE_S = 20.0

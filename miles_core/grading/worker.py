@@ -164,7 +164,6 @@ class GraderWorker:
             return False
         self._journal.append(Graded(order_id=part.order_id, entries=entries))
         self._records += 1
-        self._context.progress += len(entries)
         return True
 
     def _answers(self, part: _Part) -> tuple[GradeEntry, ...] | None:
@@ -180,10 +179,15 @@ class GraderWorker:
             return self._no_grades(part, f"shard not readable for {waited_s:.1f} s: {error}")
         except MilesError as error:
             return self._no_grades(part, str(error))
-        return tuple(self._grade(item, row) for item, row in zip(part.items, rows, strict=True))
+        entries: list[GradeEntry] = []
+        for item, row in zip(part.items, rows, strict=True):
+            entries.append(self._grade(item, row))
+            self._context.progress += 1
+        return tuple(entries)
 
     def _no_grades(self, part: _Part, reason: str) -> tuple[GradeEntry, ...]:
         log.warning("order=%s: no grade for %d trajectories: %s", part.order_id, len(part.items), reason)
+        self._context.progress += len(part.items)
         return tuple(GradeEntry(trajectory_id=item.trajectory_id, grade=None, error=reason) for item in part.items)
 
     def _grade(self, item: TrajectoryRef, row: Trajectory) -> GradeEntry:

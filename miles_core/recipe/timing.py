@@ -23,7 +23,8 @@ class Timing(Closed):
     orphan_s: float = Field(default=86400.0, gt=0)
     """Roles leave when no supervisor was seen for this long."""
     stall_s: float = Field(default=600.0, gt=0)
-    """A role without progress for this long is named by the watchdog."""
+    """A role that lives but has made no progress for this long, and does not say what it waits for, is named; after three times
+    as long it is replaced. So it must be longer than any training step, save or load takes."""
 
     @model_validator(mode="after")
     def _lease_covers_visibility(self) -> Self:

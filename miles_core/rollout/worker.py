@@ -355,7 +355,7 @@ class RolloutWorker:
         """What the heartbeat says, and one metric point a second."""
         context, version = self._context, self._feed.version
         context.version, context.load = version, len(self._queue) + len(self._running)
-        serving = "serving" if self._drain_until is None else "leaving"
+        serving = "leaving" if self._drain_until is not None else self._serving()
         context.state = self._writes.blocked or self._reads.blocked or (serving if version else self._feed.waiting)
         if self._clock() >= self._next_report:
             self._next_report = self._clock() + REPORT_S
@@ -363,6 +363,13 @@ class RolloutWorker:
                 "rollout", tokens=self._sampled_tokens, trajectories=context.progress, active=len(self._running),
                 version=None if version is None else version.step,
             )  # fmt: skip
+
+    def _serving(self) -> str:
+        """Says why it samples nothing although it has orders: the versions that may sample them are yet to come."""
+        if self._running or not self._queue or self._feed.version is None:
+            return "serving"
+        needed = min(waiting.order.min_step for waiting in self._queue)
+        return f"serving, waiting: version {needed}" if needed > self._feed.version.step else "serving"
 
 
 def _without_tokens(trajectory: Trajectory, error: str) -> Trajectory:

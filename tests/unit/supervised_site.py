@@ -178,7 +178,7 @@ class Site:
             LivenessEntry(
                 writer=writer, attempt=self._leases.newest(writer),
                 verdict="alive" if (writer, self._leases.newest(writer)) in set(running) - self.silent else "dead",
-                reading=self.reading.get(writer),
+                state=self.states.get(writer, "serving"), reading=self.reading.get(writer),
             )
             for writer in self.writers if self._leases.newest(writer)
         )  # fmt: skip
