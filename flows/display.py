@@ -143,7 +143,8 @@ def summary_text(summary: dict[str, Any]) -> str:
     dropped = ", ".join(f"{reason} {count}" for reason, count in groups["dropped"].items()) or "none"
     return "\n".join((
         f"{summary['state']}: {summary['steps']} steps",
-        f"  reward    {_show(reward['first5'])} -> {_show(reward['last5'])} (sampled, mean of the first and last 5 steps)",
+        f"  reward    {_show(reward['first5'])} -> {_show(reward['last5'])} (sampled, mean of the first and last 5 steps)"
+        + _of_trained(reward),
         f"  greedy    {_show(evaluation['greedy_before'])} -> {_show(evaluation['greedy_after'])} "
         f"on {evaluation['n']} held-out problems",
         f"  staleness mean {_show(staleness['mean'])}, max {_show(staleness['max'])}, bound {staleness['bound']}",
@@ -151,6 +152,14 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"  seconds   {seconds['total']} in all, {_show(seconds['setup'])} set-up, learner {seconds['learner_busy']}, "
         f"rollout {seconds['rollout_busy']}, both {seconds['both_busy']}; {_show(summary['tokens_per_s'])} sampled tokens/s",
     ))  # fmt: skip
+
+
+def _of_trained(reward: dict[str, Any]) -> str:
+    """Where groups without spread were replaced, the reward of those that were trained is another one."""
+    trained = reward["trained"]
+    if all(trained[end] == reward[end] for end in trained):
+        return ""
+    return f"; of trained groups {_show(trained['first5'])} -> {_show(trained['last5'])}"
 
 
 def _show(value: float | int | None) -> str:

@@ -157,7 +157,7 @@ def _backlog(look: Point) -> float:
 def _spread_share(ledger: Ledger) -> float | None:
     recent = sorted(ledger.batches)[-_RECENT_STEPS:]
     groups = [group for step in recent for group in ledger.batches[step].groups]
-    return _share([len({member.reward for member in group.members}) > 1 for group in groups])
+    return _share([len(set(group.rewards)) > 1 for group in groups])
 
 
 def _wait_share(points: Sequence[Point]) -> float | None:

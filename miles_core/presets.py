@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Objective = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
-Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch_whitened"]
+Objective = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
+Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch_whitened", "gae"]
 Ratio = Literal["token", "sequence"]
 Surrogate = Literal["clip", "weight"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -38,7 +38,14 @@ PRESETS: dict[Objective, Pieces] = {
     "cispo": Pieces("group_std", "token", "weight", 1.0, 4.0, "token_mean"),
     "rloo": Pieces("leave_one_out", "token", "clip", 0.2, 0.2, "constant"),
     "reinforce_pp": Pieces("batch_whitened", "token", "clip", 0.2, 0.2, "token_mean"),
+    "ppo": Pieces("gae", "token", "clip", 0.2, 0.2, "token_mean"),
 }
+
+GROUP_ADVANTAGES: tuple[Advantage, ...] = ("group_std", "group_mean", "leave_one_out")
+"""Those that compare a sample with the others of its group."""
+
+DAPO_REPLACEMENT = 3
+"""orchestrator.replace_flat of `dapo` where the recipe gives none: at most four times the samples of a batch."""
 
 MIS_BOUNDS: dict[Correction, tuple[float, float]] = {
     "mis_token": (0.5, 5.0),
@@ -56,4 +63,7 @@ def resolve(fields: Mapping[str, Any]) -> dict[str, Any]:
         defaults |= PRESETS[objective]._asdict()
     if isinstance(correction, str) and correction in MIS_BOUNDS:
         defaults |= dict(zip(("mis_low", "mis_high"), MIS_BOUNDS[correction], strict=True))
-    return defaults | {name: value for name, value in fields.items() if value is not None or name not in defaults}
+    found = defaults | {name: value for name, value in fields.items() if value is not None or name not in defaults}
+    if found.get("advantage") == "gae" and found.get("critic") is None:
+        found["critic"] = {}
+    return found

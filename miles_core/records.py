@@ -7,12 +7,12 @@ points. Journals whose successor cuts its predecessor (supervisor, orchestrator,
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, TypeAdapter
 
 from miles_core.grading.base import Grade
-from miles_core.recipe import Closed
+from miles_core.recipe.closed import Closed, is_none
 from miles_core.store.publish import digest_bytes
 
 
@@ -116,18 +116,21 @@ class WriterCut(Closed):
     cut: Cut
 
 
-DropReason = Literal["stale", "incomplete", "ungraded", "unknown_version", "run_ended", "rolled_back"]
-DROP_REASONS: tuple[str, ...] = ("stale", "incomplete", "ungraded", "unknown_version", "run_ended", "rolled_back")
+DropReason = Literal["stale", "incomplete", "ungraded", "unknown_version", "no_spread", "run_ended", "rolled_back"]
+DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
 
 class Drop(Closed):
-    """A group leaves without training; `rolled_back`: from a batch that a rollback voided."""
+    """A group leaves without training; `rolled_back`: from a batch that a rollback voided, `no_spread`: another one is
+    sampled in its place."""
 
     kind: Literal["drop"] = "drop"
     group_id: str
     reason: DropReason
     detail: str = ""
     """Which sample, version or bound, for people."""
+    reward: float | None = Field(default=None, exclude_if=is_none)
+    """Of `no_spread`: what each of its samples got."""
 
 
 class BatchMember(Closed):
@@ -139,6 +142,9 @@ class BatchMember(Closed):
     reward: float
     """Value of the grade that counts."""
     weight: float = 1.0
+    """How much it counts by the age and the certainty of its grade (grading/weights.py)."""
+    quality: float | None = Field(default=None, exclude_if=is_none)
+    """Of that grade; not written where there is none."""
 
 
 class BatchGroup(Closed):
@@ -146,6 +152,11 @@ class BatchGroup(Closed):
 
     group_id: str
     members: tuple[BatchMember, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each episode once: trajectories of one sample are siblings and share its reward."""
+        return list({member.ref.trajectory_id.partition("@")[0]: member.reward for member in self.members}.values())
 
 
 class Batch(Closed):

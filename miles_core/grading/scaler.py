@@ -135,7 +135,7 @@ class BatchScaler:
 
     def note(self, batch: Batch) -> None:
         """An accepted batch; they may come in any order."""
-        self._noted[batch.step] = [member.reward for group in batch.groups for member in group.members]
+        self._noted[batch.step] = [reward for group in batch.groups for reward in group.rewards]
 
     def scale(self, step: int, rewards: Array) -> Scaled:
         """Rewards of batch `step`, with the grades of all batches up to it taken in. Raises MilesError if one is missing."""

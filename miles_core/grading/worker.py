@@ -4,12 +4,14 @@ Invariants: whatever keeps a trajectory from being judged (an unreadable shard, 
 that is no reward, an episode that failed) is "no grade" with the reason, never a zero (G9); facts are believed only from
 bytes with the digest that the order names. Failure: a shard that is missing or torn may not be visible yet, so it is tried
 again for a while; a verifier call that hangs is left behind in its thread, and too many of those end the grader, so that
-its successor starts clean.
+its successor starts clean. A ranking grader that fails or hangs costs the quality alone, never the grade, and is not asked
+again once too many of its calls hang.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -17,9 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from miles_core.errors import DeadlineExceeded, DigestMismatch, MilesError
-from miles_core.grading.base import Grade, Verifier, judged
+from miles_core.grading.base import Estimate, Grade, Verifier, judged
+from miles_core.grading.ranking import Ranker
 from miles_core.records import Graded, GradeEntry, GradeOrder, Leaving, TrajectoryRef
 from miles_core.runtime.context import RoleContext
 from miles_core.runtime.crash import crash_point
@@ -32,6 +36,7 @@ MOST_STUCK = 4
 """Verifier calls that may hang in threads left behind."""
 
 log = logging.getLogger("miles")
+T = TypeVar("T")
 
 
 class DeadlineCalls:
@@ -47,26 +52,26 @@ class DeadlineCalls:
         self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
         return len(self._left_behind)
 
-    def call(self, function: Callable[[], float]) -> float:
+    def call(self, function: Callable[[], T]) -> T:
         """The result of `function`. Raises what it raises, and DeadlineExceeded."""
-        answers: SimpleQueue[tuple[float, Exception | None]] = SimpleQueue()
+        answers: SimpleQueue[tuple[list[T], Exception | None]] = SimpleQueue()
 
         def run() -> None:
             try:
-                answers.put((function(), None))
+                answers.put(([function()], None))
             except Exception as error:  # noqa: BLE001 - foreign code may raise anything; the caller gets it
-                answers.put((0.0, error))
+                answers.put(([], error))
 
         thread = threading.Thread(target=run, name="verifier", daemon=True)
         thread.start()
         try:
-            value, error = answers.get(timeout=self._deadline_s)
+            results, error = answers.get(timeout=self._deadline_s)
         except Empty:
             self._left_behind.append(thread)
-            raise DeadlineExceeded(f"the verifier did not answer within {self._deadline_s:g} s") from None
+            raise DeadlineExceeded(f"it did not answer within {self._deadline_s:g} s") from None
         if error is not None:
             raise error
-        return value
+        return results[0]
 
 
 @dataclass(eq=False)
@@ -88,15 +93,17 @@ class GraderWorker:
         context: RoleContext,
         journal: JournalWriter,
         verifier: Verifier,
+        ranker: Ranker | None = None,
         *,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        self._context, self._journal, self._verifier = context, journal, verifier
+        self._context, self._journal, self._verifier, self._ranker = context, journal, verifier, ranker
         self._clock, self._unix_time = context.clock, unix_time
         self._inbox = Inbox(context)
         self._orphans = OrphanWatch(context)
         self._reads, self._writes = Patience(context, "reading grade orders"), Patience(context, "writing grades")
         self._calls = DeadlineCalls(context.recipe.grader.deadline_s)
+        self._ranker_calls = DeadlineCalls(context.recipe.grader.deadline_s)
         self._shard_wait_s = max(1.0, 3 * context.timing.visibility_s)
         self._parts: deque[_Part] = deque()
         self._drain_until: float | None = None
@@ -192,21 +199,35 @@ class GraderWorker:
 
     def _grade(self, item: TrajectoryRef, row: Trajectory) -> GradeEntry:
         try:
-            value = self._judge(item, row)
+            found = self._judge(item, row)
         except Exception as error:  # noqa: BLE001 - a verifier is foreign code; any failure of it is "no grade"
             reason = f"{type(error).__name__}: {error}"
             log.warning("trajectory=%s: no grade: %s", item.trajectory_id, reason)
             return GradeEntry(trajectory_id=item.trajectory_id, grade=None, error=reason)
-        grade = Grade(value=value, std=0.0, source=self._verifier.source, timestamp=self._unix_time())
+        grade = Grade(
+            value=found.value, std=found.std, source=self._verifier.source, timestamp=self._unix_time(),
+            quality=self._quality(row),
+        )  # fmt: skip
         return GradeEntry(trajectory_id=item.trajectory_id, grade=grade)
 
-    def _judge(self, item: TrajectoryRef, row: Trajectory) -> float:
+    def _judge(self, item: TrajectoryRef, row: Trajectory) -> Estimate:
         """The reward. Raises whatever keeps the trajectory from being judged."""
         if row.trajectory_id != item.trajectory_id:
             raise DigestMismatch(f"{item.shard} row {item.row} is {row.trajectory_id}, the order names {item.trajectory_id}")
         if row.status == "failed":
             raise ValueError(f"the episode failed ({row.failure_kind}): there is nothing to judge")
         return self._calls.call(partial(judged, self._verifier, row.task_seed, row.facts))
+
+    def _quality(self, row: Trajectory) -> float | None:
+        """The ranking grader's word; None without one, and where it is down: a reward never waits for a rank twice."""
+        if self._ranker is None or self._ranker_calls.num_stuck >= MOST_STUCK:
+            return None
+        try:
+            quality = float(self._ranker_calls.call(partial(self._ranker, row)))
+        except Exception as error:  # noqa: BLE001 - foreign code; without a quality the group keeps its plain advantage
+            log.warning("trajectory=%s: no quality: %s: %s", row.trajectory_id, type(error).__name__, error)
+            return None
+        return quality if math.isfinite(quality) else None
 
     def _publish(self) -> None:
         self._journal.flush_when_due()

@@ -7,6 +7,7 @@ R is [G, n]: n samples of each of G groups (one prompt each).
 - leave_one_out: R_i - mean of the group's others, RLOO (arXiv 2402.14740) = n / (n-1) x group_mean.
 - batch_whitened: (R - mean) / std over the batch's sampled tokens, each with its row's reward, REINFORCE++ (arXiv
   2501.03262); std with one token less and 1e-8 in its square, as the usual implementations have it.
+- gae: R itself; the critic makes the tokens' advantages of it (critic.py).
 
 Where all that are compared got one reward every advantage is exactly 0, also after rounding. A reward that is not finite is
 a named error: a sample without a grade must not reach the learner.
@@ -29,6 +30,8 @@ def advantages(rewards: torch.Tensor, num_sampled: torch.Tensor, how: Advantage)
     if not torch.isfinite(rewards).all():
         bad = sorted({int(group) for group in torch.nonzero(~torch.isfinite(rewards))[:, 0]})
         raise ValueError(f"rewards of groups {bad[:8]} are not finite; a sample without a grade must not reach the learner")
+    if how == "gae":
+        return rewards
     if how == "batch_whitened":
         return _batch_whitened(rewards, num_sampled)
     samples = rewards.shape[1]

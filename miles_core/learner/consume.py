@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from miles_core.errors import DeadlineExceeded, DigestMismatch, MilesError, NeedsRollback
+from miles_core.learner.episodes import Rows, make_rows
 from miles_core.policy.lineage import Lineage
 from miles_core.records import Batch, BatchMember, RunEnded, TrajectoryRef, Version, digest_record
 from miles_core.runtime.context import RoleContext
@@ -26,20 +23,6 @@ from miles_core.trajectories.shards import read_rows
 log = logging.getLogger("miles")
 
 ORCHESTRATOR = "orchestrator-0"
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A batch in the trainer's form. N = its trajectories, group by group."""
-
-    trajectories: list[Trajectory]
-    rewards: npt.NDArray[np.float64]
-    """[groups, samples]"""
-
-    @property
-    def mean_reward(self) -> float:
-        """Over all trajectories."""
-        return float(self.rewards.mean())
 
 
 class BatchFeed:
@@ -132,8 +115,7 @@ def read_batch(context: RoleContext, batch: Batch, lineage: Lineage) -> Rows:
         by_id.update(zip([ref.trajectory_id for ref in refs], _read_patiently(context, batch, refs), strict=True))
     rows = [by_id[member.ref.trajectory_id] for member in _members(batch)]
     check_batch(batch, rows, lineage, context.recipe.orchestrator.max_staleness)
-    rewards = np.array([[member.reward for member in group.members] for group in batch.groups], dtype=np.float64)
-    return Rows(rows, rewards)
+    return make_rows(batch, rows)
 
 
 def _members(batch: Batch) -> Iterator[BatchMember]:
@@ -173,8 +155,6 @@ def check_batch(batch: Batch, rows: list[Trajectory], lineage: Lineage, bound: i
     faults: list[str] = []
     for (group_id, member), row in zip(pairs, rows, strict=True):
         faults += _row_faults(group_id, member, row, lineage)
-    if len({len(group.members) for group in batch.groups}) != 1:
-        faults.append(f"its groups have {[len(group.members) for group in batch.groups]} samples; they must have equally many")
     staleness = batch.step - 1 - min(member.oldest_step for _, member in pairs)
     if staleness != batch.staleness or not 0 <= staleness <= bound:
         faults.append(f"staleness {staleness} by the rows, {batch.staleness} by the batch, bound {bound}")

@@ -26,11 +26,12 @@ import numpy.typing as npt
 from miles_core.errors import DigestMismatch, MilesError, NeedsRollback
 from miles_core.grading.scaler import BatchScaler
 from miles_core.learner.checkpoints import newest_valid, save_checkpoint
-from miles_core.learner.consume import BatchFeed, Rows, read_batch
+from miles_core.learner.consume import BatchFeed, read_batch
+from miles_core.learner.episodes import Rows, row_advantages
 from miles_core.policy.lineage import Lineage
 from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, digest_entries, probe_dtype, tensor_entries
 from miles_core.policy.publisher import Publisher
-from miles_core.recipe import Closed, LearnerSpec
+from miles_core.recipe import Closed
 from miles_core.records import Batch, FileDigest, StepDone, Version, digest_record
 from miles_core.runtime.context import RoleContext
 from miles_core.runtime.crash import crash_point
@@ -198,9 +199,9 @@ class Learner:
         crash_point("learner", "before_train", batch.step, self._context.attempt)
         rewards, kl_weights, scaler_metrics = self._scale(batch.step, rows)
         with self._timed("train"):
-            advantages = _advantages(rows, rewards, self._context.recipe.learner)
+            advantages, found = row_advantages(rows, rewards, self._context.recipe)
             metrics = self._trainer.train(rows.trajectories, advantages, batch.step, batch.staleness, kl_weights)
-            metrics |= scaler_metrics
+            metrics |= scaler_metrics | found
             self._take_weights()
         self._step = batch.step
         self._context.progress += 1
@@ -223,11 +224,11 @@ class Learner:
         )
 
     def _scale(self, step: int, rows: Rows) -> tuple[Rewards, Rewards | None, dict[str, float]]:
-        """Rewards [groups, samples] that advantages are made of, gradient weights [N] (None: 1), and metrics."""
+        """Rewards [groups, episodes] that advantages are made of, gradient weights [N] (None: 1), and metrics."""
         if self._scaler is None:
             return rows.rewards, None, {}
         scaled = self._scaler.scale(step, rows.rewards)
-        return scaled.rewards, scaled.gradient_weights.reshape(-1), scaled.metrics
+        return scaled.rewards, rows.by_row(scaled.gradient_weights), scaled.metrics
 
     def _compare(self, record: StepDone) -> None:
         """Says whether a step made again is bit-exact. Another digest is no error: the new attempt's step counts."""
@@ -348,16 +349,6 @@ class Learner:
         own = record.model_dump(include={"step", "staleness", "mean_reward", "replay"})
         self._context.metrics.log("step", **{**record.metrics, **own, **seconds, "attempt": self._context.attempt})
         log.info("step %d reward=%.4f staleness=%d %s", record.step, record.mean_reward, record.staleness, seconds)
-
-
-def _advantages(rows: Rows, rewards: Rewards, spec: LearnerSpec) -> npt.NDArray[np.float32]:
-    """[N] one advantage a trajectory, in the order of the batch."""
-    import torch
-
-    from miles_core.learner.advantages import advantages
-
-    num_sampled = torch.tensor([row.num_sampled for row in rows.trajectories]).reshape(rewards.shape)
-    return advantages(torch.from_numpy(rewards), num_sampled, spec.advantage).reshape(-1).numpy().astype(np.float32)
 
 
 def _base_record(digest: str) -> StepDone:

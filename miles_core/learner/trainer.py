@@ -2,7 +2,8 @@
 
 One batch is one step: at most `minibatches` optimizer updates over whole groups. `logp_old` of every trained token is
 computed under the weights at the start of the step; each update's loss is an average over its whole minibatch (losses.py), and
-rows without signal (advantage 0) are counted in it but never computed, since they add nothing.
+rows without signal (advantage 0) are counted in it but never computed, since they add nothing. With a critic (critic.py)
+rewards come in the place of advantages, and every row is computed.
 
 Invariants: the same state and inputs give the same bytes, however the rows lie in microbatches the same gradient; the
 learning rate is a function of the step's number and the batch's staleness; a step in which no row has signal changes
@@ -38,10 +39,12 @@ from miles_core.learner.batching import (
     with_signal,
 )
 from miles_core.learner.corrections import cut_tokens, mismatch_metrics
+from miles_core.learner.critic import CHECKPOINT_TAG as CRITIC_TAG
+from miles_core.learner.critic import Critic, Targets, ValueModel
 from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
 from miles_core.learner.routing import RoutingReplay, changed_metric, load_metrics, without_replay
 from miles_core.learner.segments import Segments
-from miles_core.recipe import LearnerSpec
+from miles_core.recipe import CriticSpec, LearnerSpec
 from miles_core.records import FileDigest
 from miles_core.routers import find_routers
 from miles_core.trajectories.schema import Trajectory
@@ -91,11 +94,12 @@ class Trainer:
     def __init__(self, model_folder: Path, spec: LearnerSpec, dtype: Dtype, *, device: str = "cpu") -> None:
         self._spec = spec
         self._engine = _make_engine(model_folder, spec, dtype, device)
-        self._files: EngineFiles = self._engine.checkpoint_engine
         self._module: Policy = self._engine.module
         self._device: torch.device = self._engine.device
         self._base = _base_policy(model_folder, dtype, self._device) if spec.kl_coef > 0 else None
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._critic = None if spec.critic is None else self._make_critic(model_folder, spec.critic, dtype)
+        self._engines = {CHECKPOINT_TAG: self._engine} | ({} if self._critic is None else {CRITIC_TAG: self._critic.engine})
 
     def train(
         self,
@@ -107,6 +111,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Trains one batch as step `step` (from 1). Returns metrics; one that is not finite means that the weights are lost.
 
+        `advantages`: of each trajectory; with a critic its reward.
         `kl_weights`: of each trajectory, what multiplies its pull towards the base model; None: 1.
         """
         if len(trajectories) != len(advantages):
@@ -119,13 +124,20 @@ class Trainer:
         parts = split_groups(trajectories, self._spec.minibatches)
         totals = [self._totals(part, trajectories, advantages) for part in parts]
         batches = [self._microbatches(part, trajectories, advantages, kl_weights) for part in parts]
+        judged: dict[str, float] = {}
+        targets: list[list[Targets]] = []
+        if self._critic is not None:
+            batches, targets, judged = self._critic.judge(batches)
         old, metrics = self._old_logprobs(batches, unreplayed=(step - 1) % UNREPLAYED_EVERY == 0)
         if self._module.routing is not None:
             metrics |= load_metrics(trajectories, self._module.routing.routers)
         updates = [
             self._update(batch, logprobs, total) for batch, logprobs, total in zip(batches, old, totals, strict=True) if batch
         ]
-        return {**metrics, **_mean_update(updates), "lr": rate}
+        if self._critic is not None:
+            factor = rate_factor(self._spec, step, staleness)
+            judged |= self._critic.train(batches, targets, [total.tokens for total in totals], factor)
+        return {**metrics, **judged, **_mean_update(updates), "lr": rate}
 
     def logprobs(self, token_lists: Sequence[Sequence[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]:
         """log softmax(logits / temperature) of every token but the first of each list: float32 [len - 1] each."""
@@ -156,19 +168,25 @@ class Trainer:
 
         Raises OSError when all ranks are through with each other, so that all may save again.
         """
-        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, save_latest=False)
-        return self._files.write(folder)
+        for tag, engine in self._engines.items():
+            engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        return tuple(name for engine in self._engines.values() for name in _files_of(engine).write(folder))
 
     def load(self, folder: Path, files: Sequence[FileDigest]) -> None:
         """Takes the state of a folder that as many ranks filled with save(). Only `files` are unpickled, each checked (I17)."""
-        ranks = sum(file.name.endswith("optim_states.pt") for file in files)
+        ranks = sum(file.name.startswith(f"{CHECKPOINT_TAG}/") and file.name.endswith("optim_states.pt") for file in files)
         if ranks != self._world:
             raise MilesError(
                 f"{folder} holds a checkpoint of {ranks} ranks, the learner has {self._world} now; set nodes and tasks of "
                 f"resources.learner back"
             )
-        self._files.expect(folder, files)
-        self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+        for tag, engine in self._engines.items():
+            _files_of(engine).expect(folder, files)
+            engine.load_checkpoint(str(folder), tag=tag)
+
+    def _make_critic(self, model_folder: Path, spec: CriticSpec, dtype: Dtype) -> Critic:
+        engine = _engine_around(ValueModel(_load_model(model_folder, dtype)), self._spec, dtype)
+        return Critic(engine, spec, self._everywhere, self._world)
 
     def _totals(self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Totals:
         """What the loss of one minibatch is divided by. Per rank, because DeepSpeed averages over the ranks."""
@@ -195,8 +213,9 @@ class Trainer:
         return [batch.to(self._device) for batch in [*own, *[filler] * (wanted - len(own))]]
 
     def _moving(self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Indexes:
-        """The rows of a minibatch that move the weights: those with signal, and all that are pulled to the base model."""
-        if self._base is None:
+        """The rows of a minibatch that move the weights: those with signal, and all that are pulled to the base model or
+        have a value to be learned."""
+        if self._base is None and self._critic is None:
             return with_signal(part, trajectories, advantages)
         rows = part if self._spec.flat_groups == "counted" else in_live_groups(part, trajectories, advantages)
         return [row for row in rows if trajectories[row].num_sampled > 0]
@@ -294,9 +313,14 @@ class Trainer:
 
 
 def learning_rate(spec: LearnerSpec, step: int, staleness: int = 0) -> float:
+    """Of the policy."""
+    return spec.lr * rate_factor(spec, step, staleness)
+
+
+def rate_factor(spec: LearnerSpec, step: int, staleness: int = 0) -> float:
     """Linear over the first `ramp_steps` steps (from 1), then constant; for a batch of staleness s divided by 1 + a s with
     a = `staleness_slowdown` (staleness-aware async SGD, arXiv 1511.05950, has a = 1 and counts staleness from 1)."""
-    return spec.lr * min(1.0, step / max(1, spec.ramp_steps)) / (1 + spec.staleness_slowdown * staleness)
+    return min(1.0, step / max(1, spec.ramp_steps)) / (1 + spec.staleness_slowdown * staleness)
 
 
 def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -321,38 +345,50 @@ def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
 
 def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: str) -> Any:
     _join_process_group(device)
-    import deepspeed
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
-
-    from miles_core.learner.engine_files import EngineFiles
 
     logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
+    return _engine_around(Policy(_load_model(model_folder, dtype), replay=spec.routing_replay), spec, dtype)
+
+
+def _load_model(folder: Path, dtype: Dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+
+
+def _engine_around(module: torch.nn.Module, spec: LearnerSpec, dtype: Dtype) -> Any:
+    """DeepSpeed's engine with AdamW; the learning rate is set by each step."""
+    import deepspeed
+
+    from miles_core.learner.engine_files import EngineFiles
+
     # No dropout: a ratio is of two policies, not of two masks.
-    policy = Policy(model, replay=spec.routing_replay).eval()
+    module.eval()
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay
+        module.parameters(), lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay
     )
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=_engine_config(spec, dtype, policy))
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(spec, dtype, module))
     engine.checkpoint_engine = EngineFiles()
     # A script for people, which it would copy into every checkpoint while the ranks wait.
     engine._copy_recovery_script = lambda save_dir: None
     return engine
 
 
+def _files_of(engine: Any) -> EngineFiles:
+    files: EngineFiles = engine.checkpoint_engine
+    return files
+
+
 def _base_policy(model_folder: Path, dtype: Dtype, device: torch.device) -> Policy:
     """The base model as it is, whole on every rank, with its own routing; for KL only, so without gradient."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
-    return Policy(model, replay=False).eval().requires_grad_(False).to(device)
+    return Policy(_load_model(model_folder, dtype), replay=False).eval().requires_grad_(False).to(device)
 
 
-def _engine_config(spec: LearnerSpec, dtype: Dtype, policy: Policy) -> dict[str, Any]:
+def _engine_config(spec: LearnerSpec, dtype: Dtype, module: torch.nn.Module) -> dict[str, Any]:
     # DeepSpeed allocates a whole bucket in every backward pass, however small the model is.
-    bucket = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in policy.parameters()))
+    bucket = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in module.parameters()))
     return {
         "train_micro_batch_size_per_gpu": 1,
         # Updates are cut by step() alone: their number of microbatches varies.

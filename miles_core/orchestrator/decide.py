@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 import xxhash
 
+from miles_core.recipe import Recipe
 from miles_core.records import ShardEntry, Version
 from miles_core.rollbacks import Rollbacks
 
@@ -46,6 +47,11 @@ def unusable(entry: ShardEntry) -> str:
     if entry.status == "failed":
         return f"failed ({entry.failure_kind})"
     return "" if entry.versions and entry.num_sampled_tokens > 0 else "holds no sampled token"
+
+
+def most_replaced(recipe: Recipe) -> int:
+    """Groups without spread that may be replaced between two batches."""
+    return (recipe.orchestrator.replace_flat or 0) * recipe.orchestrator.prompts
 
 
 def derive_seed(run_seed: int, purpose: str, number: int) -> int:

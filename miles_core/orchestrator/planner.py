@@ -5,17 +5,20 @@ before it. The planner itself keeps only what follows from the state: which comp
 ready; a successor's planner starts empty and is filled by the rebuilt state.
 
 Invariants: batch k is the first `prompts` ready groups in issue order; its staleness is fixed here and within the bound; a
-group leaves by a Batch or by a Drop with a reason. No grade is never a zero: what nobody can grade is dropped.
+group leaves by a Batch or by a Drop with a reason; groups without spread that are replaced leave room like any other drop,
+so capacity holds, and no more of them between two batches than the bound. No grade is never a zero: what nobody can grade is
+dropped.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from miles_core.orchestrator.decide import Balancer, derive_seed, min_step, num_to_issue, oldest_step, staleness
+from miles_core.grading.weights import grade_weights
+from miles_core.orchestrator.decide import Balancer, derive_seed, min_step, most_replaced, num_to_issue, oldest_step, staleness
 from miles_core.orchestrator.state import Group, Key, Listed, Receiver, State
-from miles_core.recipe import Recipe
+from miles_core.recipe import GradeWeightsSpec, Recipe
 from miles_core.records import (
     Batch,
     BatchGroup,
@@ -56,6 +59,7 @@ class Planner:
         self._ready: list[tuple[int, str]] = []
         self._waiting: dict[str, float] = {}
         self._limits = _sample_limits(recipe)
+        self._most_replaced = most_replaced(recipe)
 
     @property
     def num_ready(self) -> int:
@@ -119,15 +123,26 @@ class Planner:
         age = staleness(step, _oldest_steps(group, self._rollbacks))
         if age > self._recipe.orchestrator.max_staleness:
             self._drop(group_id, "stale", f"{age} for batch {step}, bound {self._recipe.orchestrator.max_staleness}")
+        elif self._is_replaced(group):
+            reward = _grades(group)[0].grade.value
+            number = len(self._state.replaced) + 1
+            detail = f"all samples got {reward:g}; replacement {number} of at most {self._most_replaced} for batch {step}"
+            self._emit(Drop(group_id=group_id, reason="no_spread", detail=detail, reward=reward))
         else:
             heapq.heappush(self._ready, (group.number, group_id))
+
+    def _is_replaced(self, group: Group) -> bool:
+        """Whether another group is sampled in place of this one, which has no signal (DAPO's dynamic sampling)."""
+        flat = len({grade.grade.value for grade in _grades(group)}) == 1
+        return flat and len(self._state.replaced) < self._most_replaced
 
     def _form_batches(self) -> None:
         spec = self._recipe.orchestrator
         while self._state.last_batch < self._recipe.steps and len(self._ready) >= spec.prompts:
             chosen = [heapq.heappop(self._ready)[1] for _ in range(spec.prompts)]
             groups = [self._state.groups[group_id] for group_id in chosen]
-            self._emit(make_batch(groups, self._state.last_batch + 1, self._attempt, self._rollbacks))
+            step, weights = self._state.last_batch + 1, self._recipe.grader.weights
+            self._emit(make_batch(groups, step, self._attempt, self._rollbacks, weights))
             left, self._ready = self._ready, []
             for _, group_id in left:
                 self._admit(self._state.groups[group_id])
@@ -243,16 +258,25 @@ class Planner:
         self._emit(Drop(group_id=group_id, reason=reason, detail=detail))
 
 
-def make_batch(groups: Sequence[Group], step: int, attempt: int, rollbacks: Rollbacks) -> Batch:
+def make_batch(
+    groups: Sequence[Group], step: int, attempt: int, rollbacks: Rollbacks, weights: GradeWeightsSpec | None
+) -> Batch:
     """Batch `step` of complete groups."""
-    members = tuple(BatchGroup(group_id=group.issued.group_id, members=_members(group, rollbacks)) for group in groups)
+    counted = iter(grade_weights([grade.grade for group in groups for grade in _grades(group)], weights))
+    members = tuple(BatchGroup(group_id=group.issued.group_id, members=_members(group, rollbacks, counted)) for group in groups)
     oldest = [member.oldest_step for group in members for member in group.members]
     return Batch(step=step, batch_id=f"b{step}.o{attempt}", groups=members, staleness=staleness(step, oldest))
 
 
-def _members(group: Group, rollbacks: Rollbacks) -> tuple[BatchMember, ...]:
+def _members(group: Group, rollbacks: Rollbacks, weights: Iterator[float]) -> tuple[BatchMember, ...]:
     return tuple(
-        BatchMember(ref=listed.ref, oldest_step=oldest_step(listed.entry.versions, rollbacks), reward=grade.grade.value)
+        BatchMember(
+            ref=listed.ref,
+            oldest_step=oldest_step(listed.entry.versions, rollbacks),
+            reward=grade.grade.value,
+            weight=next(weights),
+            quality=grade.grade.quality,
+        )
         for listed, grade in zip(_listed(group), _grades(group), strict=True)
     )
 

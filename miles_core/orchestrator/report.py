@@ -28,12 +28,12 @@ class Reporter:
     def before(self, record: Emitted) -> None:
         """Called before a record is applied, while its groups are still open."""
         if isinstance(record, Batch):
-            rewards = [member.reward for group in record.groups for member in group.members]
+            rewards = [reward for group in record.groups for reward in group.rewards]
             mean = sum(rewards) / len(rewards)
             lengths = self._lengths(group.group_id for group in record.groups)
             self._context.metrics.log(
                 "batch", step=record.step, staleness=record.staleness, mean_reward=mean, num_groups=len(record.groups),
-                num_samples=len(rewards), sampled_tokens=quantiles(lengths),
+                num_samples=len(rewards), num_replaced=len(self._state.replaced), sampled_tokens=quantiles(lengths),
             )  # fmt: skip
             log.info("batch=%s staleness=%d mean_reward=%.4f", record.batch_id, record.staleness, mean)
         elif isinstance(record, Drop):

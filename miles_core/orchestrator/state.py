@@ -149,6 +149,8 @@ class State:
         self.rolled_back: dict[str, str] = {}
         """Groups that are to be dropped after a rollback, with the reason: of voided batches, and with rows in lost shards."""
         self.drops: Counter[str] = Counter()
+        self.replaced: list[float] = []
+        """Rewards of the groups dropped for no spread since the last batch."""
         self.ended, self.last_batch = False, 0
         self.trained_step = -1
         """Last accepted step of the learner; -1 before the base model was loaded."""
@@ -182,6 +184,7 @@ class State:
         """Takes one record of that journal that a rollback voided: the groups are to be dropped, the end was none."""
         self.applied += 1
         if isinstance(record, Batch):
+            self.replaced.clear()
             for group in record.groups:
                 self._close(group.group_id)
                 self.rolled_back[group.group_id] = f"of batch {record.step}, which was taken back"
@@ -295,11 +298,14 @@ class State:
 
     def _drop(self, record: Drop) -> None:
         self.drops[record.reason] += 1
+        if record.reason == "no_spread" and record.reward is not None:
+            self.replaced.append(record.reward)
         if self.rolled_back.pop(record.group_id, None) is None or record.group_id in self.groups:
             self._close(record.group_id)
 
     def _batch(self, record: Batch) -> None:
         self.last_batch = record.step
+        self.replaced.clear()
         for group in record.groups:
             self._close(group.group_id)
 

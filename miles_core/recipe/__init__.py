@@ -7,8 +7,8 @@ the fix. A field exists only if something reads it.
 from __future__ import annotations
 
 from miles_core.recipe.closed import Closed
-from miles_core.recipe.environment import EnvironmentSpec, GraderSpec
-from miles_core.recipe.learner import LearnerSpec, RewardScalerSpec
+from miles_core.recipe.environment import EnvironmentSpec, GraderSpec, GradeWeightsSpec
+from miles_core.recipe.learner import CriticSpec, LearnerSpec, RewardScalerSpec
 from miles_core.recipe.model import EvaluationSpec, ModelSpec, PolicySpec, RetentionSpec
 from miles_core.recipe.reading import CONFIGS, apply_overrides, explain, find_config, load_recipe, read_yaml
 from miles_core.recipe.rollout import OrchestratorSpec, RolloutPool, RolloutSpec
@@ -18,8 +18,10 @@ from miles_core.recipe.timing import Timing
 __all__ = [
     "CONFIGS",
     "Closed",
+    "CriticSpec",
     "EnvironmentSpec",
     "EvaluationSpec",
+    "GradeWeightsSpec",
     "GraderSpec",
     "LearnerSpec",
     "ModelSpec",

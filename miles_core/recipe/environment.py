@@ -63,6 +63,15 @@ class EnvironmentSpec(Closed):
         return self
 
 
+class GradeWeightsSpec(Closed):
+    """How much a sample counts by its grade (sources G3, G4; grading/weights.py)."""
+
+    per_s: float = Field(default=1e-4, ge=0)
+    """lambda of exp(-lambda x age): 1e-4 halves a weight in 1.9 hours."""
+    std_scale: float = Field(default=0.15, gt=0)
+    """A grade of this standard deviation counts half."""
+
+
 class GraderSpec(Closed):
     """Grader replicas of tier L1 (rules)."""
 
@@ -72,3 +81,8 @@ class GraderSpec(Closed):
     """A trajectory without a grade is sent out at most this often; then its group is dropped as `ungraded`."""
     deadline_s: float = Field(default=10.0, gt=0)
     """One verifier call may take this long."""
+    ranking: str | None = Field(default=None, pattern=r"^(brevity|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    """A ranking grader, by which the learner moves advantage among the passing answers of a group (groupwise advantage
+    redistribution, grading/ranking.py): `brevity`, or `package.module:function` of your own. null: none."""
+    weights: GradeWeightsSpec | None = None
+    """Weighs samples by the age and the standard deviation of their grades; `{}` turns it on with its defaults."""

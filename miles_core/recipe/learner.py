@@ -28,6 +28,19 @@ class RewardScalerSpec(Closed):
         return self
 
 
+class CriticSpec(Closed):
+    """The critic of `advantage: gae` (learner/critic.py): a copy of the model that learns values, with its own optimizer."""
+
+    lr: float = Field(default=1e-3, ge=0)
+    """Its AdamW learning rate after the ramp; betas, ramp, clipping and ZeRO stage are the learner's."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of one sampled token."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """lambda of generalised advantage estimation: 1 trusts the reward alone, 0 the next value alone."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """A value moves at most so far from that of the start of the step before it stops to gain by it."""
+
+
 class LearnerSpec(Closed):
     """Objective and optimizer, on DeepSpeed. docs/objectives.md has the objectives' formulas."""
 
@@ -78,6 +91,8 @@ class LearnerSpec(Closed):
     kl_coef: float = Field(default=0.0, ge=0)
     """beta of the k3 estimate of KL(policy || base model) in a token's loss. Over 0: every rank keeps the base model in memory
     and asks it for the logprobs of every row, also of those without signal."""
+    critic: CriticSpec | None = None
+    """Settings of the critic that `advantage: gae` (objective `ppo`) has; null: its defaults, and no critic elsewhere."""
     reward_scaler: RewardScalerSpec | None = None
     """Scales rewards before advantages are made of them; `{}` turns it on with its defaults. null: rewards as graded."""
     minibatches: int = Field(default=2, ge=1)
@@ -104,6 +119,15 @@ class LearnerSpec(Closed):
             raise ValueError(
                 f"learner.loss_divisor_tokens is the divisor of aggregation: constant, but aggregation is {self.aggregation}; "
                 f"remove one of the two"
+            )
+        if self.critic is not None and self.advantage != "gae":
+            raise ValueError(
+                f"learner.critic belongs to advantage: gae, but advantage is {self.advantage}; remove it, or set objective: ppo"
+            )
+        if self.advantage == "gae" and self.flat_groups == "left_out":
+            raise ValueError(
+                "learner.flat_groups: left_out needs an advantage that compares the samples of a group, but advantage is gae; "
+                "set flat_groups: counted"
             )
         if self.reward_scaler is not None and self.reward_scaler.gradient_weight != "none" and self.kl_coef == 0:
             raise ValueError(

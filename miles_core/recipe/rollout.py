@@ -53,11 +53,15 @@ class OrchestratorSpec(Closed):
 
     prompts: int = Field(default=16, ge=1)
     """Groups (prompts) per batch."""
-    samples: int = Field(default=8, ge=2)
-    """Samples per group; the advantage needs at least two."""
+    samples: int = Field(default=8, ge=1)
+    """Samples per group; an advantage that compares them needs at least two."""
     capacity_batches: float = Field(default=3.0, ge=1.0)
     """Work is issued only while buffered + in-flight groups are under capacity_batches x prompts."""
     max_staleness: int = Field(default=4, ge=0)
     """Bound of (k-1) - oldest version that sampled a trained token (I7). 0 = synchronous."""
+    replace_flat: int | None = Field(default=None, ge=0)
+    """Dynamic sampling (DAPO): a group whose samples all got one reward is dropped as `no_spread` and another one is sampled,
+    for each batch at most this many times `prompts`; what is flat beyond that is trained. 0: none is. Default: 3 with
+    `learner.objective: dapo`, else 0."""
     version_wait_s: float = Field(default=30.0, gt=0)
     """A trajectory that names a version not yet known waits this long, then it is rejected."""

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from miles_core.presets import DAPO_REPLACEMENT, GROUP_ADVANTAGES
 from miles_core.recipe.closed import Closed
 from miles_core.recipe.environment import EnvironmentSpec, GraderSpec
 from miles_core.recipe.learner import LearnerSpec
@@ -65,12 +66,40 @@ class Recipe(Closed):
         return self
 
     @model_validator(mode="after")
+    def _fill_in_replacement(self) -> Self:
+        if self.orchestrator.replace_flat is None:
+            wanted = self.learner.objective == "dapo" and self.learner.advantage in GROUP_ADVANTAGES
+            spec = self.orchestrator.model_copy(update={"replace_flat": DAPO_REPLACEMENT if wanted else 0})
+            object.__setattr__(self, "orchestrator", spec)
+        return self
+
+    @model_validator(mode="after")
     def _cross_rules(self) -> Self:
         asynchronous = self.orchestrator.max_staleness > 0
         if self.learner.correction == "none" and asynchronous and not self.learner.allow_uncorrected:
             raise ValueError(
                 "learner.correction: none needs orchestrator.max_staleness: 0; asynchronous data without correction is biased. "
                 "Set correction (tis is usual) or max_staleness: 0, or say allow_uncorrected: true"
+            )
+        if self.orchestrator.samples < 2 and self.learner.advantage in GROUP_ADVANTAGES:
+            raise ValueError(
+                f"orchestrator.samples={self.orchestrator.samples}: learner.advantage {self.learner.advantage} compares the "
+                f"samples of a group and needs at least 2; raise samples, or set learner.objective: ppo or reinforce_pp"
+            )
+        if self.orchestrator.replace_flat and self.learner.advantage not in GROUP_ADVANTAGES:
+            raise ValueError(
+                f"orchestrator.replace_flat={self.orchestrator.replace_flat} drops groups of equal rewards, but with "
+                f"learner.advantage {self.learner.advantage} they have signal; set it to 0"
+            )
+        if self.grader.ranking is not None and self.learner.advantage not in GROUP_ADVANTAGES:
+            raise ValueError(
+                f"grader.ranking={self.grader.ranking} moves advantage within a group, but learner.advantage "
+                f"{self.learner.advantage} is of no group; set ranking: null or an advantage of {', '.join(GROUP_ADVANTAGES)}"
+            )
+        if self.grader.weights is not None and self.learner.advantage == "gae":
+            raise ValueError(
+                "grader.weights multiplies the advantage of a sample, but with learner.advantage gae each token has its own; "
+                "set weights: null or another objective"
             )
         if self.orchestrator.prompts < self.learner.minibatches:
             raise ValueError(

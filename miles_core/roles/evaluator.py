@@ -99,7 +99,7 @@ class GreedyScorer:
 def value_or_none(verifier: Verifier, task_seed: int, facts: dict[str, Any]) -> float | None:
     """What a grader would give; None, and a line in the log, where it would give no grade."""
     try:
-        return judged(verifier, task_seed, facts)
+        return judged(verifier, task_seed, facts).value
     except Exception as error:  # noqa: BLE001 - a verifier is foreign code; any failure of it is "no grade"
         log.warning("evaluation task %d: no grade: %s: %s", task_seed, type(error).__name__, error)
         return None

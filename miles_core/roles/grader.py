@@ -11,10 +11,13 @@ def main(context: RoleContext) -> None:
     """Opens the journal first, so that this attempt is seen while the verifier's library loads."""
     journal = context.journal()
 
+    from miles_core.grading.ranking import make_ranker
     from miles_core.grading.rules import make_verifier
     from miles_core.grading.worker import GraderWorker
 
-    GraderWorker(context, journal, make_verifier(context.recipe.environment)).run()
+    ranking = context.recipe.grader.ranking
+    ranker = None if ranking is None else make_ranker(ranking)
+    GraderWorker(context, journal, make_verifier(context.recipe.environment), ranker).run()
 
 
 if __name__ == "__main__":

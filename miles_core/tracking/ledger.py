@@ -6,6 +6,7 @@ For proof there is miles_core/verify; this is for `status` and reports.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class Ledger:
     open_groups: set[str] = field(default_factory=set)
     batches: dict[int, Batch] = field(default_factory=dict)
     drops: Counter[str] = field(default_factory=Counter)
+    replaced: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By batch: rewards of the groups without spread that were replaced before it."""
     ended: RunEnded | None = None
     drained: Drained | None = None
     """Nobody was started since."""
@@ -77,12 +80,22 @@ class Ledger:
         """Groups of batches whose step is accepted."""
         return sum(len(batch.groups) for step, batch in self.batches.items() if step in self.steps.steps)
 
+    def sampled_reward(self, step: int) -> float:
+        """Mean over all groups that were sampled for the batch of an accepted step, trained or replaced."""
+        trained = self.steps.steps[step].mean_reward
+        return mean_sampled(trained, self.run.recipe.orchestrator.prompts, self.replaced.get(step, ()))
+
     @property
     def state(self) -> str:
         """The supervisor's last word; RUNNING before there is one."""
         if self.closed is not None:
             return self.closed.state
         return "RUNNING" if self.drained is None else "DRAINED"
+
+
+def mean_sampled(trained: float, num_trained: int, replaced: Sequence[float]) -> float:
+    """Mean reward of `num_trained` groups of mean `trained` and of groups that were replaced for having no spread."""
+    return (trained * num_trained + sum(replaced)) / (num_trained + len(replaced)) if replaced else trained
 
 
 class _HeardFrom(LeaseFolder):
@@ -172,6 +185,8 @@ def _fold_orchestrator(ledger: Ledger, record: Any) -> None:
         ledger.open_groups.difference_update(group.group_id for group in record.groups)
     elif isinstance(record, Drop):
         ledger.drops[record.reason] += 1
+        if record.reason == "no_spread" and record.reward is not None:
+            ledger.replaced[max(ledger.batches, default=0) + 1].append(record.reward)
         ledger.open_groups.discard(record.group_id)
     elif isinstance(record, RunEnded):
         ledger.ended = record

@@ -35,7 +35,8 @@ def _steps(data: ReportData) -> list[float]:
 
 
 def _reward(data: ReportData) -> Chart:
-    raw = [figures.record.mean_reward for figures in data.steps]
+    raw = [data.ledger.sampled_reward(figures.step) for figures in data.steps]
+    trained = [figures.record.mean_reward for figures in data.steps]
     window = max(3, len(raw) // 12)
     evaluations = data.ledger.evaluations
     steps = sorted({*(figures.step for figures in data.steps), *evaluations})
@@ -46,15 +47,18 @@ def _reward(data: ReportData) -> Chart:
         return [values[by_step[step]] if step in by_step else None for step in steps]
 
     greedy = [evaluations[step].greedy_score if step in evaluations else None for step in steps]
+    kept = (Series("trained groups alone", over_steps(trained), "s5", "faint"),) if data.ledger.replaced else ()
     return Chart(
         "Reward", [float(step) for step in steps],
         (
             Series("sampled, each step (raw)", over_steps(raw), "s1", "faint"),
             Series(f"sampled, moving average of {window} steps", over_steps(smooth), "s1"),
             Series("greedy, held-out", greedy, "s2", "points"),
+            *kept,
         ),
         y_to=1.0 if all(0 <= value <= 1 for value in raw) else None,
-        note="Sampled: mean over the batch at the recipe's temperature. Greedy: mean score of a version on held-out problems.",
+        note="Sampled: mean over all groups of a batch at the recipe's temperature, replaced ones included. Greedy: mean score "
+        "of a version on held-out problems.",
     )  # fmt: skip
 
 

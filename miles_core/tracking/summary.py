@@ -27,16 +27,17 @@ def write_summary(run: RunConfig, paths: RunPaths) -> dict[str, Any]:
 
 
 def summarize(ledger: Ledger, paths: RunPaths) -> dict[str, Any]:
-    """The summary of a ledger. Rewards are means over a step's samples at the recipe's temperature, groups as trained."""
+    """The summary of a ledger. Rewards are means over all samples of a step's groups at the recipe's temperature, also of those
+    that were replaced for having no spread; `trained`: without these."""
     steps = [ledger.steps.steps[step] for step in sorted(ledger.steps.steps) if step > 0]
-    rewards = [step.mean_reward for step in steps]
+    rewards, trained = [ledger.sampled_reward(step.step) for step in steps], [step.mean_reward for step in steps]
     staleness = [step.staleness for step in steps]
     seconds = _seconds(ledger, paths)
     return {
         "run_id": ledger.run.run_id,
         "state": ledger.state,
         "steps": len(steps),
-        "reward": {"first5": _mean(rewards[:5]), "last5": _mean(rewards[-5:])},
+        "reward": {**_ends(rewards), "trained": _ends(trained)},
         "eval": _evaluation(ledger),
         "staleness": {
             "mean": _mean(staleness),
@@ -157,6 +158,10 @@ def length(spans: Iterable[Span]) -> float:
 
 def _mean(values: list[float] | list[int]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
+
+
+def _ends(values: list[float]) -> dict[str, Any]:
+    return {"first5": _mean(values[:5]), "last5": _mean(values[-5:])}
 
 
 def _ratio(count: float, seconds: float | None) -> float | None:

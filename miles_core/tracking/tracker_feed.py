@@ -37,6 +37,7 @@ from miles_core.store.follow import Follower, Reading, poll_together
 from miles_core.store.fs import FileSystem
 from miles_core.store.journal import AttemptTail, list_segments
 from miles_core.store.lease import LeaseFolder
+from miles_core.tracking.ledger import mean_sampled
 
 Row = dict[str, Any]
 
@@ -143,6 +144,10 @@ class TrackerFeed:
         self.lineage = Lineage(self._rollbacks)
         self._batches: dict[int, tuple[Batch, Counter[str]]] = {}
         self._drops: Counter[str] = Counter()
+        self._replaced: list[float] = []
+        """Rewards of groups without spread that were replaced since the newest batch."""
+        self._sampled: dict[int, float] = {}
+        """Mean reward of all groups sampled for a batch, replaced ones included."""
         self._learner_points: dict[int, Row] = {}
         self._batch_points: dict[int, Row] = {}
         self._seen_at: dict[int, float] = {}
@@ -191,7 +196,7 @@ class TrackerFeed:
 
     def forget(self, until: int) -> None:
         """Drops what is held of steps that were logged before."""
-        for held in (self._batches, self._batch_points, self._learner_points):
+        for held in (self._batches, self._sampled, self._batch_points, self._learner_points):
             for step in [step for step in held if step <= until]:
                 del held[step]
 
@@ -232,13 +237,19 @@ class TrackerFeed:
         row |= {name: points[key] for key, name in TIMES.items() if key in points}
         row |= {f"len/response_{key}": points["sampled_tokens"][key] for key in points.get("sampled_tokens", {}) if key != "n"}
         row |= _speeds(row, record.metrics.get("tokens"))
-        return row | ({} if batch is None else _batch_figures(batch, drops))
+        if batch is not None:
+            row |= {"reward/sampled_mean": self._sampled.pop(step), **_batch_figures(batch, drops)}
+        return row
 
     def _fold_orchestrator(self, record: Any) -> None:
         if isinstance(record, Batch):
             self._batches[record.step] = record, self._drops.copy()
+            trained = statistics.fmean(reward for group in record.groups for reward in group.rewards)
+            self._sampled[record.step] = mean_sampled(trained, len(record.groups), self._replaced)
+            self._replaced = []
         elif isinstance(record, Drop):
             self._drops[record.reason] += 1
+            self._replaced += [record.reward] if record.reason == "no_spread" and record.reward is not None else []
         elif isinstance(record, GradesChosen):
             self._counts["graded"] += len(record.grades)
 
@@ -286,8 +297,8 @@ def _speeds(row: Row, tokens: float | None) -> Row:
 
 def _batch_figures(batch: Batch, drops: Counter[str]) -> Row:
     members = [member for group in batch.groups for member in group.members]
-    rewards = [member.reward for member in members]
-    flat = sum(len({member.reward for member in group.members}) == 1 for group in batch.groups)
+    rewards = [reward for group in batch.groups for reward in group.rewards]
+    flat = sum(len(set(group.rewards)) == 1 for group in batch.groups)
     return {
         "reward/std": statistics.pstdev(rewards),
         "reward/max": max(rewards),

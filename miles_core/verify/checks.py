@@ -35,6 +35,7 @@ from miles_core.run import RunConfig, all_writers, grader_writers, rollout_write
 from miles_core.store.publish import check_file
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import read_shard
+from miles_core.verify.graded import check_replaced, check_weights
 from miles_core.verify.joined import SELF_CUTTING, Joined, Shard
 from miles_core.verify.retention import check_deletions
 from miles_core.verify.rollbacks import check_rollbacks
@@ -94,6 +95,8 @@ def _read_once(root: Path) -> Verification:
     _check_grades(joined)
     _check_steps(joined)
     _check_batches(joined)
+    check_replaced(joined)
+    check_weights(joined)
     check_versions(joined)
     check_checkpoints(joined)
     check_evaluations(joined)
@@ -296,7 +299,7 @@ def _check_batches(joined: Joined) -> None:
 
 def _check_reward(joined: Joined, batch: Batch) -> None:
     """The reward curve that people see is that of the batches."""
-    rewards = [member.reward for group in batch.groups for member in group.members]
+    rewards = [reward for group in batch.groups for reward in group.rewards]
     mean = sum(rewards) / max(len(rewards), 1)
     for attempt, record in joined.steps.get(batch.step, []):
         if abs(record.mean_reward - mean) > 1e-6:

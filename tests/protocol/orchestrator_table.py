@@ -45,6 +45,8 @@ class Table:
         self.todo: dict[Receiver, list[Order]] = defaultdict(list)
         self.to_grade: dict[Receiver, list[GradeOrder]] = defaultdict(list)
         self.now_s = 0.0
+        self.rewards: dict[str, float] = {}
+        """Grades of trajectories, by sample id; 0.5 where nothing is said."""
         self._shards = 0
 
     def emit(self, record: Any) -> None:
@@ -77,7 +79,15 @@ class Table:
 
     def grade(self, who: Receiver, order: GradeOrder, *, fails: bool = False) -> None:
         """A grader answers an order."""
-        self.say(who, Graded(order_id=order.order_id, entries=tuple(answer(item.trajectory_id, fails) for item in order.items)))
+        self.say(
+            who, Graded(order_id=order.order_id, entries=tuple(self.answer(item.trajectory_id, fails) for item in order.items))
+        )
+
+    def answer(self, identifier: str, fails: bool) -> GradeEntry:
+        """A grader's word on one trajectory."""
+        value = self.rewards.get(identifier.partition("@")[0], 0.5)
+        grade = None if fails else Grade(value=value, std=0.0, source="table", timestamp=0.0)
+        return GradeEntry(trajectory_id=identifier, grade=grade, error="no" if fails else "")
 
     def give_back(self, who: Receiver, order: Order, samples: tuple[int, ...] | None = None) -> None:
         """A replica returns samples unstarted."""
@@ -143,12 +153,6 @@ def row(who: Receiver, order: Order, index: int, at: int, *, status: str, versio
     )  # fmt: skip
 
 
-def answer(identifier: str, fails: bool) -> GradeEntry:
-    """A grader's word on one trajectory."""
-    grade = None if fails else Grade(value=0.5, std=0.0, source="table", timestamp=0.0)
-    return GradeEntry(trajectory_id=identifier, grade=grade, error="no" if fails else "")
-
-
 def snapshot(state: State) -> dict[str, Any]:
     """Everything a decision may rest on."""
     groups = {
@@ -169,6 +173,6 @@ def snapshot(state: State) -> dict[str, Any]:
         "counts": {group_id: (group.num_listed, group.num_graded) for group_id, group in state.groups.items()},
         "lost": set(state.lost), "ungraded": set(state.ungraded), "answered": state.answered, "leaving": state.leaving,
         "loads": {who: load for who, load in loads.items() if any(load)},
-        "cuts": state.cuts, "drops": state.drops, "numbers": state.numbers,
+        "cuts": state.cuts, "drops": state.drops, "numbers": state.numbers, "replaced": state.replaced,
         "next": (state.next_group, state.next_order, state.last_batch, state.ended),
     }  # fmt: skip

@@ -222,8 +222,9 @@ def _patiently(action: Callable[[], object]) -> bool:
 
 
 def reward_of(identifier: str) -> float:
-    """The grade of a trajectory: any grader gives the same."""
-    return int(digest_bytes(identifier.encode())[:4], 16) / 0xFFFF
+    """The grade of a trajectory: any grader gives the same. In a quarter of the groups all samples have the same."""
+    group = digest_bytes(identifier.partition("@")[0].rpartition("/")[0].encode())
+    return int((group if group[0] in "0123" else digest_bytes(identifier.encode()))[:4], 16) / 0xFFFF
 
 
 def grader(process: Process) -> Steps:

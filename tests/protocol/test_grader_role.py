@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from miles_core.errors import DeadlineExceeded, LeaseLost
+from miles_core.grading.base import Estimate
+from miles_core.grading.ranking import Ranker, brevity
 from miles_core.grading.worker import MOST_STUCK, DeadlineCalls, GraderWorker
 from miles_core.records import Graded, GradeEntry, GradeOrder, Leaving, Stop, TrajectoryRef
 from miles_core.store.fs import FileSystem
@@ -41,9 +43,9 @@ class FakeVerifier:
 class Grader:
     """Attempt 1 (or another) of grader-0, with shards of a replica at hand."""
 
-    def __init__(self, world: World, attempt: int = 1) -> None:
+    def __init__(self, world: World, attempt: int = 1, ranker: Ranker | None = None) -> None:
         self.world, self.context, self.verifier = world, world.context(attempt), FakeVerifier()
-        self.worker = GraderWorker(self.context, self.context.journal(), self.verifier, unix_time=lambda: 7.0)
+        self.worker = GraderWorker(self.context, self.context.journal(), self.verifier, ranker, unix_time=lambda: 7.0)
         self._shards = ShardWriter(FileSystem(), world.paths, "rollout-0", attempt, rows=100, age_s=1, clock=world.clock)
 
     def shard(self, *rows: Trajectory) -> tuple[TrajectoryRef, ...]:
@@ -319,3 +321,56 @@ def grade_once(root: str) -> None:
     grader = Grader(World(Path(root), "grader-0"))
     grader.order(1, *grader.shard(row(0)))
     grader.until(lambda: grader.grades() != {})
+
+
+# --- a ranking grader, and a verifier that is not sure
+
+
+def qualities(grader: Grader, *rows: Trajectory) -> list[float | None]:
+    """Of these rows; each has its grade whatever becomes of its quality."""
+    before = len(grader.answers())
+    grader.order(before + 1, *grader.shard(*rows))
+    grader.until(lambda: len(grader.answers()) == before + len(rows))
+    grades = [entry.grade for _, entry in grader.answers()[before:]]
+    return [grade.quality for grade in grades if grade is not None and grade.value == 0.5]
+
+
+def test_a_ranking_grader_adds_a_quality_and_leaves_the_reward(world: World) -> None:
+    short = row(1, loss_mask=np.array([0, 0, 1], np.uint8), logprobs=np.array([0, 0, -1], np.float32))
+    assert qualities(Grader(world, ranker=brevity), row(0), short) == [-2.0, -1.0]
+
+
+def test_without_a_ranking_grader_there_is_no_quality_and_a_std_is_kept(world: World) -> None:
+    grader = Grader(world)
+    assert qualities(grader, row(0)) == [None]
+    grader.verifier.value = lambda task_seed, facts: Estimate(0.25, 0.5)  # type: ignore[method-assign]
+    grader.order(9, *grader.shard(row(1)))
+    grader.until(lambda: len(grader.answers()) == 2)
+    grade = grader.answers()[1][1].grade
+    assert grade is not None and (grade.value, grade.std) == (0.25, 0.5)
+
+
+def test_a_ranking_grader_that_is_down_costs_the_quality_alone(world: World) -> None:
+    def broken(row: Trajectory) -> float:
+        if row.task_seed == 0:
+            raise RuntimeError("down")
+        return float("nan") if row.task_seed == 1 else 3.0
+
+    assert qualities(Grader(world, ranker=broken), row(0), row(1), row(2)) == [None, None, 3.0]
+
+
+def test_a_ranking_grader_that_hangs_is_left_alone_and_the_grader_stays(world: World) -> None:
+    release = threading.Event()
+    asked: list[int] = []
+
+    def hanging(row: Trajectory) -> float:
+        asked.append(row.task_seed)
+        release.wait(60)
+        return 1.0
+
+    grader = Grader(world, ranker=hanging)
+    try:
+        assert qualities(grader, *map(row, range(MOST_STUCK + 2))) == [None] * (MOST_STUCK + 2)
+        assert asked == list(range(MOST_STUCK)) and grader.context.state == "serving"
+    finally:
+        release.set()

@@ -16,7 +16,13 @@ CHUNKS = 12
 RECIPES = (
     simulated_recipe(),
     simulated_recipe(steps=3, orchestrator__max_staleness=0, orchestrator__capacity_batches=1.0),
-    simulated_recipe(steps=5, orchestrator__prompts=2, orchestrator__samples=3, orchestrator__capacity_batches=3.0),
+    simulated_recipe(
+        steps=5,
+        orchestrator__prompts=2,
+        orchestrator__samples=3,
+        orchestrator__capacity_batches=3.0,
+        orchestrator__replace_flat=2,
+    ),
     simulated_recipe(grader__replicas=1, orchestrator__max_staleness=1, rollout__sample_attempts=2),
 )
 

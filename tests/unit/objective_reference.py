@@ -148,6 +148,12 @@ def reinforce_pp(case: Case, weights: Weights) -> Result:
     return token_ppo(case, reinforce_pp_advantages(case), 0.8, 1.2, weights, lambda i: total)
 
 
+def ppo(case: Case, weights: Weights) -> Result:
+    """PPO, eq. 7, token mean, with the rows' rewards for advantages: those of a critic are in test_critic.py."""
+    total = sum(case.lengths)
+    return token_ppo(case, case.rewards.ravel(), 0.8, 1.2, weights, lambda i: total)
+
+
 def gspo(case: Case, weights: Weights) -> Result:
     """GSPO, eq. 5 and 7: s_i = (pi / pi_old)^(1/|y_i|), one clip a row; gradient by eq. 10: s_i A_i / |y_i| for every token."""
     advantages, rows = grpo_advantages(case), len(case.logp)
@@ -179,6 +185,7 @@ LOSSES: dict[str, Callable[[Case, Weights], Result]] = {
     "cispo": cispo,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
+    "ppo": ppo,
 }
 ADVANTAGES: dict[str, Callable[[Case], Array]] = {
     "group_std": grpo_advantages,
@@ -186,6 +193,26 @@ ADVANTAGES: dict[str, Callable[[Case], Array]] = {
     "leave_one_out": rloo_advantages,
     "batch_whitened": reinforce_pp_advantages,
 }
+
+
+# A critic
+
+
+def gae_advantages(values: Array, reward: float, gamma: float, gae_lambda: float) -> Array:
+    """Schulman et al. 2016, eq. 11 and 16, as the sum it is: A_t = sum_l (gamma lambda)^l delta_t+l over a row's tokens."""
+    n = len(values)
+    rewards = [0.0] * (n - 1) + [reward]
+    following = [*values[1:], 0.0]
+    deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(n)]
+    return np.array([sum((gamma * gae_lambda) ** ahead * deltas[t + ahead] for ahead in range(n - t)) for t in range(n)])
+
+
+def value_term(value: float, old: float, target: float, clip: float) -> tuple[float, float]:
+    """1/2 max((V - R)^2, (clip(V) - R)^2) and its derivative by V."""
+    bounded = min(max(value, old - clip), old + clip)
+    plain, clipped = (value - target) ** 2, (bounded - target) ** 2
+    inside = bounded == value
+    return (0.5 * plain, value - target) if plain >= clipped else (0.5 * clipped, (bounded - target) if inside else 0.0)
 
 
 # Corrections, of one row

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from miles_core.learner.advantages import advantages
-from miles_core.presets import Advantage
+from miles_core.presets import GROUP_ADVANTAGES, Advantage
 from tests.unit.objective_reference import ADVANTAGES, random_case
 
-KINDS: tuple[Advantage, ...] = get_args(Advantage)
-GROUP_KINDS = tuple(kind for kind in KINDS if kind != "batch_whitened")
+KINDS: tuple[Advantage, ...] = tuple(kind for kind in get_args(Advantage) if kind != "gae")
+GROUP_KINDS = GROUP_ADVANTAGES
 
 
 def found_by(rewards: list[list[float]] | np.ndarray, how: Advantage, lengths: np.ndarray | None = None) -> torch.Tensor:

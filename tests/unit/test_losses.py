@@ -166,7 +166,7 @@ def test_nothing_and_all_masked_give_zero(objective: str) -> None:
 
 @pytest.mark.parametrize("objective", LOSSES)
 def test_one_token_is_enough(objective: str) -> None:
-    case = Case(np.array([[1.0, 0.0]]), *[[np.array([-1.0]), np.array([-2.0])]] * 3)
+    case = Case(np.array([[1.0, -1.0]]), *[[np.array([-1.0]), np.array([-2.0])]] * 3)
     found, gradient = found_by(case, spec_of(objective))
     assert math.isfinite(float(found.loss.detach())) and gradient[0] < 0 < gradient[1]
 

@@ -285,6 +285,71 @@ def test_ready_groups_that_the_next_batch_makes_too_old_are_dropped() -> None:
     assert {(drop.group_id, drop.reason) for drop in of(table, Drop)} == {(order.group_id, "stale") for order in extra}
 
 
+# --- groups without spread
+
+
+def settle_all(table: Table, flat: set[int]) -> None:
+    """Works until nothing moves; of groups with a number in `flat` all samples get 1, of others one gets 1 and one 0."""
+    for _ in range(60):
+        for number in range(1, table.state.next_group):
+            rewards = (1.0, 1.0) if number in flat else (0.0, 1.0)
+            table.rewards |= {f"g{number}.o1/{index}": reward for index, reward in enumerate(rewards)}
+        before = len(table.own)
+        table.work()
+        table.decide()
+        if len(table.own) == before and not table.train():
+            return
+
+
+def test_groups_without_spread_are_replaced_up_to_the_bound_and_capacity_holds() -> None:
+    table = first_round(steps=3, orchestrator__replace_flat=1, orchestrator__max_staleness=1)
+    assert len(table.state.groups) == 6
+    flat = {1, 2, 3, 4, 5, 7}
+    settle_all(table, flat)
+    drops, batches = of(table, Drop), of(table, Batch)
+    assert [batch.step for batch in batches] == [1, 2, 3] and all(batch.staleness <= 1 for batch in batches)
+    assert {drop.reason for drop in drops} == {"no_spread"} and all(drop.reward == 1.0 for drop in drops)
+    order = [record for record in table.own if isinstance(record, Drop | Batch)]
+    counts, since = [], 0
+    for record in order:
+        since = 0 if isinstance(record, Batch) else since + 1
+        counts.append(since)
+    assert max(counts) == 3, "at most replace_flat x prompts between two batches"
+    assert "replacement 1 of at most 3 for batch 1" in drops[0].detail
+    trained = {group.group_id for batch in batches for group in batch.groups}
+    assert len(trained) == 9 and len(of(table, GroupIssued)) == 9 + len(drops)
+    open_now = most = 0
+    for record in table.own:
+        open_now += isinstance(record, GroupIssued)
+        open_now -= len(record.groups) if isinstance(record, Batch) else isinstance(record, Drop)
+        most = max(most, open_now)
+    assert most <= 6, "capacity"
+
+
+def test_all_groups_without_spread_are_trained_in_the_end() -> None:
+    """The bound keeps a run going whose rewards are all alike."""
+    table = first_round(steps=2, orchestrator__replace_flat=2)
+    settle_all(table, set(range(1, 100)))
+    assert [batch.step for batch in of(table, Batch)] == [1, 2]
+    assert len(of(table, Drop)) == 2 * 6 and table.state.replaced == []
+
+
+def test_without_the_setting_no_group_is_replaced() -> None:
+    table = first_round(steps=2)
+    settle_all(table, {1, 2, 3, 4})
+    assert of(table, Drop) == [] and table.recipe.orchestrator.replace_flat == 0
+
+
+def test_a_successor_goes_on_counting_where_its_predecessor_was() -> None:
+    table = first_round(orchestrator__replace_flat=1, orchestrator__capacity_batches=1.0)
+    table.rewards |= {f"g{number}.o1/{index}": 1.0 for number in (1, 2) for index in range(2)}
+    table.rewards |= {f"g3.o1/{index}": float(index) for index in range(2)}
+    settle(table, rounds=2)
+    assert table.state.replaced == [1.0, 1.0] and snapshot(table.rebuilt()) == snapshot(table.state)
+    table.state.roll_back(Batch(step=1, batch_id="b1.o1", groups=(), staleness=0))
+    assert table.state.replaced == []
+
+
 def test_synchronous_mode_waits_for_each_step() -> None:
     table = first_round(steps=3, orchestrator__max_staleness=0, orchestrator__capacity_batches=1.0)
     for step in range(1, 4):

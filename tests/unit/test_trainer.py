@@ -126,36 +126,40 @@ torch.save(trainer.state_tensors(), sys.argv[3])
     assert_same_bytes(straight.state_tensors(), torch.load(tmp_path / "weights.pt"))
 
 
-RANKS_LR = 1e-3
+SLOW = SPEC.model_copy(update={"lr": 1e-3})
 """AdamW turns rounding in a gradient near 0 into a part of the learning rate."""
+ON_RANKS = {str(stage): SLOW.model_copy(update={"zero_stage": stage}) for stage in (1, 2, 3)} | {
+    "critic": LearnerSpec.model_validate(
+        {"objective": "ppo", "zero_stage": 3, "critic": {"gae_lambda": 0.9}, **SLOW.model_dump(include={"lr", "microbatch"})}
+    )
+}
 RANKS_CODE = """
 store = torch.distributed.FileStore(sys.argv[2] + "/store", 2)
 torch.distributed.init_process_group("gloo", store=store, rank=int(sys.argv[3]), world_size=2)
 os.environ["LOCAL_RANK"] = sys.argv[3]
-for stage in (1, 2, 3):
-    spec = SPEC.model_copy(update={"lr": RANKS_LR, "zero_stage": stage})
+for name, spec in ON_RANKS.items():
     straight = Trainer(Path(sys.argv[1]), spec, "float32")
     metrics = train(straight, range(1, 3))
     weights = straight.state_tensors()
-    saved = Path(sys.argv[2]) / f"saved{stage}"
+    saved = Path(sys.argv[2]) / f"saved{name}"
     straight.save(saved)
     torch.distributed.barrier()
     train(straight, range(3, 5))
     resumed = Trainer(Path(sys.argv[1]), spec, "float32")
     resumed.load(saved, sealed(saved))
     train(resumed, range(3, 5))
-    torch.save((metrics, weights, straight.state_tensors(), resumed.state_tensors()), f"{sys.argv[2]}/{stage}-{sys.argv[3]}")
+    torch.save((metrics, weights, straight.state_tensors(), resumed.state_tensors()), f"{sys.argv[2]}/{name}-{sys.argv[3]}")
 """
 
 
 def test_two_ranks_give_the_weights_and_metrics_of_one_and_go_on_bit_exactly(folder: Path, tmp_path: Path) -> None:
-    alone = Trainer(folder, SPEC.model_copy(update={"lr": RANKS_LR}), "float32")
-    expected = train(alone, range(1, 3))
     ranks = [start(RANKS_CODE, folder, tmp_path, Path(rank)) for rank in ("0", "1")]
     for process in ranks:
         finish(process)
-    for stage in (1, 2, 3):
-        (metrics, weights, straight, resumed), other = (torch.load(tmp_path / f"{stage}-{rank}") for rank in (0, 1))
+    for case, spec in ON_RANKS.items():
+        alone = Trainer(folder, spec.model_copy(update={"zero_stage": 1}), "float32")
+        expected = train(alone, range(1, 3))
+        (metrics, weights, straight, resumed), other = (torch.load(tmp_path / f"{case}-{rank}") for rank in (0, 1))
         for name, tensor in alone.state_tensors().items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
         assert metrics == other[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)

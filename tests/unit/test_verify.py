@@ -178,6 +178,21 @@ def batch_made_smaller(root: Path) -> None:
     forge(root, "learner-0", lambda records: of_kind(records, "step")[-1].update(manifest_digest=digest))
 
 
+def group_replaced(reward: float) -> Callable[[Path], None]:
+    """A dropped group is said to have been without spread; the recipe replaces none."""
+
+    def group_replaced(root: Path) -> None:
+        def edit(records: list[Record]) -> None:
+            batch = of_kind(records, "batch")[-1]
+            group = batch["groups"].pop()
+            drop = {"kind": "drop", "group_id": group["group_id"], "reason": "no_spread", "detail": "", "reward": reward}
+            records.insert(-1, drop)
+
+        forge(root, "orchestrator-0", edit)
+
+    return group_replaced
+
+
 def lease_unreadable(root: Path) -> None:
     (root / "leases" / "grader-0.a1").write_text("[]")
 
@@ -246,6 +261,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (order_for_somebody_else, "order"),
     (order_for_other_samples, "order"),
     (batch_made_smaller, "batch_size"),
+    (group_replaced(0.5), "no_spread"),
     (deletion_record_removed, "version_missing"),
     (deletion_of_another_digest, "version_missing"),
     (deletion_of_another_digest, "deletion"),
@@ -264,6 +280,24 @@ def test_a_forgery_with_repaired_hashes_is_named(
     falsify(copy)
     found = {fault.kind for fault in verify_run(copy).faults}
     assert kind in found, f"found only {found}"
+
+
+def test_a_run_with_replaced_groups_is_proved_and_its_replacements_are_checked(tmp_path: Path) -> None:
+    root = finished_run(tmp_path / "run", kills=("orchestrator-0:kill",), recipe=simulated_recipe(orchestrator__replace_flat=2))
+    result = verify_run(root)
+    assert result.faults == [] and result.state == "COMPLETED" and result.facts["groups_dropped"]["no_spread"] > 0
+    forged = 0
+
+    def edit(records: list[Record]) -> None:
+        nonlocal forged
+        for record in of_kind(records, "drop"):
+            forged += record["reason"] == "no_spread"
+            record["reward"] = 0.123
+
+    for path in sorted(RunPaths(root).journal("orchestrator-0").glob("a*.journal")):
+        edit_records(path, edit)
+    faults = [fault for fault in verify_run(root).faults if fault.kind == "no_spread"]
+    assert len(faults) == forged > 0 and "of reward 0.123, but its grades are" in faults[0].detail
 
 
 @pytest.mark.parametrize("kills", [(), ("learner-0", "orchestrator-0:ghost", "learner-0:freeze")], ids=["quiet", "kills"])

@@ -1,0 +1,42 @@
+"""A ranking grader: which of a group's passing answers is better, as a number by which the learner ranks them.
+
+It comes beside the reward and never changes it: the learner moves advantage among answers that already have a positive one
+(learner/redistribution.py). `grader.ranking` names it: `brevity`, fewer sampled tokens are better, or a function of your own,
+`package.module:function`, from a Trajectory to a finite number, higher is better.
+
+Failure: one that raises, hangs or gives no finite number is "no quality", and the group keeps its plain advantage; a function
+that cannot be imported is a RecipeError.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from miles_core.errors import RecipeError
+from miles_core.trajectories.schema import Trajectory
+
+Ranker = Callable[[Trajectory], float]
+
+
+def brevity(row: Trajectory) -> float:
+    """Fewer sampled tokens are better."""
+    return -float(row.num_sampled)
+
+
+def make_ranker(name: str) -> Ranker:
+    """The ranking grader that `grader.ranking` means. Raises RecipeError."""
+    if name == "brevity":
+        return brevity
+    module_name, _, function = name.partition(":")
+    where = f"grader.ranking: {name!r}"
+    try:
+        found = getattr(importlib.import_module(module_name), function, None)
+    except ImportError as error:
+        raise RecipeError(
+            f"{where} cannot be imported here ({error}); install it, or put it into PYTHONPATH of the jobs"
+        ) from error
+    if not callable(found):
+        raise RecipeError(f"{where}: module {module_name} has no function {function}")
+    ranker: Ranker = found
+    return ranker
