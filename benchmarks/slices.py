@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kill_one_or_all import DEADLINE_S, Run
+from kill_one_or_all import Run
 from record import machine
 
 from cluster.faults.watch import Watch
@@ -69,13 +69,12 @@ def main() -> None:
     parser.add_argument("--recipe", default="chain_sum")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        settings = ("environment.episode_deadline_s=30", "learner.checkpoint_every=20")
+        settings = (
+            "steps=100000", "rollout.pools=[{name: main, replicas: 2, slots: 64}]", "evaluation.problems=8",
+            "environment.episode_deadline_s=30", "learner.checkpoint_every=20",
+        )  # fmt: skip
         run = Run(Path(folder), "slices", arguments.recipe, str(profile(Path(folder))), settings)
-        until = time.monotonic() + DEADLINE_S
-        while run.newest_step() < 1:
-            if time.monotonic() > until or run.supervisor.poll() is not None:
-                raise SystemExit(f"no step within {DEADLINE_S:.0f} s; see {run.name}.log beside the runs folder")
-            time.sleep(1.0)
+        run.wait_for_step(1)
         config, paths = read_run(run.root)
         watch = Watch(config, paths)
         started = time.monotonic()

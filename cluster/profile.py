@@ -70,6 +70,9 @@ class ClusterProfile(Closed):
     """Folder that holds run directories, on the filesystem that all nodes share. A relative one is below the working folder."""
     timing: Timing = Timing()
     """Filesystem and lease times."""
+    write_mib_s: float | None = Field(default=None, gt=0)
+    """MiB a second that one process writes and syncs below runs_root, as `miles doctor` measures it; null = not known. With it
+    a checkpoint that cannot fit slurm.signal_lead_s is refused at submit."""
     scheduler_poll_s: float = Field(default=1.0, gt=0)
     """Pause between two scheduler queries; 30 and more on a real cluster."""
     drain_s: float = Field(default=60.0, gt=0)

@@ -7,6 +7,7 @@ those that say where the cluster is and who we are.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 
 from cluster.scheduler import JobSpec
@@ -21,6 +22,12 @@ KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 def without_slurm(base: Mapping[str, str]) -> dict[str, str]:
     """A copy of `base` without the variables of an enclosing job or of someone's Slurm defaults."""
     return {name: value for name, value in base.items() if name in KEPT or not name.startswith(SCRUBBED_PREFIXES)}
+
+
+def quoted(name: str, value: str) -> str:
+    """A variable's value as shell text. The run's code comes first in PYTHONPATH; what the site's setup or the submitting
+    shell put there stays behind it, so that an environment of one's own is found."""
+    return shlex.quote(value) + ("${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else "")
 
 
 def role_env(spec: JobSpec) -> dict[str, str]:

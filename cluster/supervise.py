@@ -109,6 +109,8 @@ class Supervisor:
         self._incidents = 0
         self._is_busy = False
         """The scheduler did not take a submission in this tick; the next ones wait."""
+        self._has_lost = False
+        """The last decision found a role lost."""
         self._started_at = context.clock()
 
     def run(self) -> Outcome | None:
@@ -250,6 +252,19 @@ class Supervisor:
         if self.profile.kind == "slurm" and (slow := self.evidence.troubles.attempt("metrics", self._saves.newly_slow)):
             self.incident("save_slower_than_grace", "learner-0", slow)
         may_write = self._journal_is_whole()
+        closed = self._decide(may_write)
+        if closed is None and self._has_lost:
+            # Their successors, by the same evidence: on a real cluster the next query is half a minute away.
+            closed = self._decide(self._journal_is_whole())
+        if closed is not None:
+            return closed
+        if may_write:
+            self.evidence.troubles.attempt("deleting what retired", self._collect)
+        self.journal.flush_when_due()
+        return None
+
+    def _decide(self, may_write: bool) -> Outcome | None:
+        self._has_lost = False
         world = self.evidence.world(drain_s=self.profile.drain_s, max_failures=self.profile.role_failures)
         for action in decide(world):
             if self.context.leave.is_set():
@@ -258,9 +273,6 @@ class Supervisor:
                 closed = self._do(action)
                 if closed is not None:
                     return closed
-        if may_write:
-            self.evidence.troubles.attempt("deleting what retired", self._collect)
-        self.journal.flush_when_due()
         return None
 
     def _collect(self) -> None:
@@ -357,11 +369,14 @@ class Supervisor:
     def _lost(self, action: Lost) -> None:
         record, now = self.roles[action.writer], self.context.clock()
         jobs = self.evidence.jobs_of(action.writer)
+        self._has_lost = True
         record.last_end = action.detail
         record.losses += 1
         record.failures += action.costs_retry
-        # What costs no retry is not always nobody's fault: a node that kills everything at once must not be fed at each tick.
-        record.waits_until_s = now + _BACKOFF_S[min(max(record.failures, record.losses - 1), len(_BACKOFF_S) - 1)]
+        # The first loss is replaced at once. What costs no retry is not always nobody's fault: a node that kills everything at
+        # once must not be fed at each tick.
+        times = max(record.failures if record.failures > 1 else 0, record.losses - 1)
+        record.waits_until_s = now + _BACKOFF_S[min(times, len(_BACKOFF_S) - 1)]
         if jobs and _is_suspect(jobs[-1]):
             down = tuple(node for node in jobs[-1].nodes if node in self.evidence.snapshot.down_nodes)
             # Of a job of several nodes the one that died, not its healthy neighbours.

@@ -277,11 +277,13 @@ def jobs(
 ) -> None:
     """Prints the exact job scripts of a recipe on a cluster; submits nothing."""
     from cluster.profile import load_cluster, short_lead
+    from cluster.saves import unfit_save
     from flows.display import job_scripts
     from miles_core.recipe import load_recipe
 
     trained, profile = load_recipe(recipe, tuple(settings)), load_cluster(cluster)
-    if warning := short_lead(profile, trained):
+    base_model = Path(trained.model.path or os.devnull).expanduser()
+    for warning in filter(None, (short_lead(profile, trained), unfit_save(profile, trained, base_model))):
         logging.warning(warning)
     scripts = job_scripts(trained, profile)
     if as_json:

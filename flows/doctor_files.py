@@ -30,6 +30,9 @@ VOLATILE_TYPES = frozenset({"tmpfs", "ramfs"})
 _SYNCS = 10
 _SLOW_SYNC_S = 0.2
 _CLOCK_S = 2.0
+_WRITE_BYTES = 64 << 20
+_SLOWER = 0.5
+"""A speed under this part of what the profile says is told."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ def examine_files(profile: ClusterProfile, root: Path) -> Iterator[Finding]:
             yield judge_mount(profile, mount_of(root.resolve(), Path("/proc/self/mountinfo").read_text()))
             yield from _space(root)
             yield _syncs(folder)
+            yield judge_writes(profile, _write_mib_s(folder))
             yield _clock(folder)
     except OSError as error:
         yield bad("runs folder", f"{root}: {error}", "set runs_root to a shared folder that you may write to")
@@ -136,6 +140,32 @@ def _syncs(folder: Path) -> Finding:
     if median < _SLOW_SYNC_S:
         return ok("fsync", seen)
     return warn("fsync", seen, f"set timing.sync_s to {max(1.0, 2 * median):.1g} or more, or use a quicker filesystem")
+
+
+def _write_mib_s(folder: Path) -> float:
+    """MiB a second of one large file, written and synced as a checkpoint is."""
+    fs, path, data = FileSystem(), folder / "large", os.urandom(_WRITE_BYTES)
+    start = time.perf_counter()
+    fs.append(path, data)
+    fs.sync(path)
+    return _WRITE_BYTES / 2**20 / (time.perf_counter() - start)
+
+
+def judge_writes(profile: ClusterProfile, measured: float) -> Finding:
+    """What the profile should say of the speed; on Slurm it decides whether a checkpoint fits the warning ahead of a limit."""
+    name, said = "write speed", profile.write_mib_s
+    speed = f"{measured:.0f}" if measured >= 10 else f"{measured:.1f}"
+    seen = f"{speed} MiB/s, {_WRITE_BYTES >> 20} MiB written and synced"
+    if profile.kind != "slurm":
+        return ok(name, seen)
+    if said is None:
+        return Finding(
+            name, "ok", f"{seen}; the profile does not say", f"set write_mib_s: {speed} (or what a compute node reaches): then "
+            "a checkpoint that cannot fit slurm.signal_lead_s is refused at submit",
+        )  # fmt: skip
+    if measured < _SLOWER * said:
+        return warn(name, f"{seen}; the profile says {said:g}", f"set write_mib_s: {speed}, if it is so often")
+    return ok(name, f"{seen}; the profile says {said:g}")
 
 
 def _clock(folder: Path) -> Finding:

@@ -17,12 +17,13 @@ from typing import Any
 
 from cluster.drain import drain_mark, lift_drain
 from cluster.epoch import read_closed, supervisor_context, take_epoch
-from cluster.job_spec import make_job_spec
+from cluster.job_spec import live_jobs, make_job_spec
 from cluster.profile import ClusterProfile, short_lead
+from cluster.saves import measured_saves_s, unfit_save
 from cluster.scheduler import Scheduler
 from cluster.schedulers import make_scheduler
 from cluster.supervise import Outcome, Progress, Supervisor
-from miles_core.errors import HeldElsewhere, LeaseLost, MilesError
+from miles_core.errors import HeldElsewhere, LeaseLost, MilesError, RecipeError, SchedulerError
 from miles_core.paths import RunPaths
 from miles_core.records import Incident
 from miles_core.run import RunConfig, all_writers, read_run
@@ -98,8 +99,20 @@ def check_scripts(run: RunConfig, paths: RunPaths, profile: ClusterProfile, sche
     """
     if warning := short_lead(profile, run.recipe):
         log.warning(warning)
+    if unfit := unfit_save(profile, run.recipe, paths.base_model, measured_saves_s(paths.metrics("learner-0", 1).parent)):
+        if not _may_live(run, scheduler):
+            raise RecipeError(unfit)
+        log.warning(unfit)
     for writer in all_writers(run.recipe):
         scheduler.script(make_job_spec(run, paths, profile, writer, 1))
+
+
+def _may_live(run: RunConfig, scheduler: Scheduler) -> bool:
+    """Whether jobs of the run may be there: those are better supervised than refused."""
+    try:
+        return bool(live_jobs(run, scheduler))
+    except SchedulerError:
+        return True
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster.local import shim
-from cluster.role_env import role_env, without_slurm
+from cluster.role_env import quoted, role_env, without_slurm
 from cluster.scheduler import Cause, JobSpec, JobView, Phase, Snapshot
 from miles_core.errors import SchedulerError
 
@@ -69,7 +69,7 @@ class LocalScheduler:
 
     def script(self, spec: JobSpec) -> str:
         """What is run, as shell text."""
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(role_env(spec).items())]
+        exports = [f"export {name}={quoted(name, value)}" for name, value in sorted(role_env(spec).items())]
         return "\n".join((*exports, f"cd {shlex.quote(str(_code(spec)))}", _start_line(spec), ""))
 
     def submit(self, spec: JobSpec) -> str:
@@ -135,6 +135,7 @@ class LocalScheduler:
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         prefix = str((self._folder / job_id).resolve())
         env = {**without_slurm(os.environ), **role_env(spec), "MILES_JOB_ID": job_id}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (spec.env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))))
         with (spec.log_dir / f"{job_id}_0.out").open("ab") as output:
             return subprocess.Popen(
                 [

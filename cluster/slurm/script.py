@@ -27,7 +27,7 @@ import shlex
 from submitit import SlurmExecutor
 
 from cluster.profile import SlurmSite
-from cluster.role_env import role_env
+from cluster.role_env import quoted, role_env
 from cluster.scheduler import JobSpec
 from miles_core.errors import RecipeError
 
@@ -137,7 +137,7 @@ def _site_flags(site: SlurmSite) -> dict[str, object]:
 
 
 def _setup(spec: JobSpec, site: SlurmSite) -> list[str]:
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(role_env(spec).items())]
+    exports = [f"export {name}={quoted(name, value)}" for name, value in sorted(role_env(spec).items())]
     return [*site.setup, *exports, f"cd {shlex.quote(str(spec.run_dir / 'code'))} || exit {NO_CODE_EXIT_CODE}"]
 
 

@@ -2,8 +2,9 @@
 
 - a name of a reasoning-gym family, for example `chain_sum`: its questions, judged by the library;
 - `shell_puzzle`: real bash in a sandbox, judged by what is known of the puzzle;
-- `package.module:ClassName`: your own. It must be importable where the jobs run (installed, or in PYTHONPATH of the cluster
-  profile's setup) and is two small protocols (miles_core/environments/base.py, miles_core/grading/base.py):
+- `package.module:ClassName`: your own. It must be importable where the jobs run (installed, or in PYTHONPATH of the shell that
+  submits or of the cluster profile's setup) and is two small protocols (miles_core/environments/base.py,
+  miles_core/grading/base.py):
 
       class MyEnvironment:
           def __init__(self, spec): ...                      # the recipe's `environment` section; spec.options is yours

@@ -257,5 +257,5 @@ class GraderWorker:
 
     def _report(self) -> None:
         serving = "serving" if self._drain_until is None else "leaving"
-        self._context.state = self._writes.blocked or self._reads.blocked or serving
+        self._context.say(self._writes.blocked or self._reads.blocked or serving)
         self._context.load = sum(len(part.items) for part in self._parts)

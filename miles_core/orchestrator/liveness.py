@@ -1,6 +1,7 @@
 """The one reading of heartbeats: who may get work, and the liveness table for everybody else (I4).
 
-Heartbeats are read at most every lease_s / 8; the table is replaced by rename about once a second and at once when a
+Heartbeats are read every lease_s / 8, those of a few newcomers every NEWCOMERS_S, so that one who begins to serve gets work
+at once; the table is replaced by rename about once a second and at once when a
 verdict changes. Only the newest attempt of a writer is judged; a tombstone has no heartbeat and so is never alive. A table
 that cannot be written is tried again at the next round: its readers see by its counter that it is old.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
+from itertools import islice
 
 from miles_core.orchestrator.state import Receiver
 from miles_core.records import LivenessEntry, LivenessTable, Version
@@ -19,6 +21,9 @@ from miles_core.store.publish import Durability, publish_bytes
 log = logging.getLogger("miles")
 
 PUBLISH_S = 1.0
+NEWCOMERS_S = 0.5
+NEWCOMERS = 16
+"""At most so many that have not served yet are read more often; of a whole site that starts, the others can wait."""
 
 
 class LivenessWatch:
@@ -29,6 +34,7 @@ class LivenessWatch:
         self._judge = LivenessJudge(context.fs, context.paths.heartbeats, context.timing.lease_s, context.clock)
         self._verdicts: dict[Receiver, Liveness] = {}
         self._observed_at: float | None = None
+        self._newcomers_at = 0.0
         self._published_at: float | None = None
         self._changed = False
         self._counter = 0
@@ -37,6 +43,7 @@ class LivenessWatch:
         """Reads all heartbeats, if that is due. The leases are those of the last refresh."""
         now = self._context.clock()
         if self._observed_at is not None and now - self._observed_at < self._context.timing.lease_s / 8:
+            self._look_for_newcomers(now)
             return
         self._observed_at = now
         newest = [Receiver(writer, self._context.leases.newest(writer)) for writer in self._writers]
@@ -48,6 +55,17 @@ class LivenessWatch:
             if verdict == "dead" and self._verdicts.get(who) != "dead":
                 log.warning("%s attempt %d: heartbeat silent for %.1f s", *who, self._judge.silent_s(*who))
         self._verdicts = verdicts
+
+    def _look_for_newcomers(self, now: float) -> None:
+        if now - self._newcomers_at < NEWCOMERS_S:
+            return
+        self._newcomers_at = now
+        everyone = (Receiver(writer, self._context.leases.newest(writer)) for writer in self._writers)
+        new = (who for who in everyone if who.attempt > 0 and self.state_of(who) in ("", "starting"))
+        for who in islice(new, NEWCOMERS):
+            verdict = self._judge.observe(*who)
+            self._changed = self._changed or verdict != self._verdicts.get(who)
+            self._verdicts[who] = verdict
 
     def serving(self, writers: Iterable[str], leaving: Collection[Receiver]) -> list[Receiver]:
         """Attempts that may get work: of the newest lease, alive, saying that they serve, not handing work back."""

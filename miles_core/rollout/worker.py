@@ -356,7 +356,7 @@ class RolloutWorker:
         context, version = self._context, self._feed.version
         context.version, context.load = version, len(self._queue) + len(self._running)
         serving = "leaving" if self._drain_until is not None else self._serving()
-        context.state = self._writes.blocked or self._reads.blocked or (serving if version else self._feed.waiting)
+        context.say(self._writes.blocked or self._reads.blocked or (serving if version else self._feed.waiting))
         if self._clock() >= self._next_report:
             self._next_report = self._clock() + REPORT_S
             context.metrics.log(

@@ -78,6 +78,7 @@ class RoleContext:
         self._gap_at = self._checked_at = self._renewed_at
         self._lost: LeaseLost | None = None
         self._stop_beating = threading.Event()
+        self._beat_now = threading.Event()
         self._beater: threading.Thread | None = None
         self._is_done = False
         self.passed = Counter[str]()
@@ -111,8 +112,16 @@ class RoleContext:
     def stop(self) -> None:
         """Stops the heartbeat."""
         self._stop_beating.set()
+        self._beat_now.set()
         if self._beater is not None:
             self._beater.join(timeout=5)
+
+    def say(self, state: str) -> None:
+        """Sets `state`; that of one who begins to serve is renewed at once, since there is work that waits for it."""
+        begins = state.startswith("serving") and not self.state.startswith("serving")
+        self.state = state
+        if begins:
+            self._beat_now.set()
 
     def beat(self) -> None:
         """One renewal. OSError is not an end: it only stops publishing until a renewal succeeds."""
@@ -203,7 +212,11 @@ class RoleContext:
         look_every_s = min(self.timing.lease_s, self.timing.orphan_s / 6)
         next_look = self.clock() + look_every_s
         try:
-            while not self._stop_beating.wait(interval):
+            while not self._stop_beating.is_set():
+                self._beat_now.wait(interval)
+                self._beat_now.clear()
+                if self._stop_beating.is_set():
+                    break
                 self._try_to_beat()
                 if self.clock() >= next_look:
                     next_look = self.clock() + look_every_s

@@ -16,7 +16,7 @@ from cluster.profile import ClusterProfile
 from cluster.scheduler import Cause, JobSpec, JobView, Phase, Snapshot
 from cluster.slurm.site import Association, Partition, Shape, SiteFacts
 from flows import doctor, doctor_nodes
-from flows.doctor_files import Mount, examine_files, judge_mount, mount_of
+from flows.doctor_files import Mount, examine_files, judge_mount, judge_writes, mount_of
 from flows.doctor_slurm import judge
 from flows.findings import Finding, findings_text
 from miles_core.environments.sandbox_kind import SandboxKind
@@ -177,11 +177,28 @@ def test_a_filesystem_and_the_times_of_the_profile(mount: Mount, changes: dict[s
 
 def test_this_filesystem_keeps_its_promises_and_nothing_stays(tmp_path: Path) -> None:
     found = list(examine_files(profile(kind="local"), tmp_path / "runs"))
-    assert {"runs folder", "runs filesystem", "disk", "fsync", "clock"} <= verdicts(found).keys()
+    assert {"runs folder", "runs filesystem", "disk", "fsync", "write speed", "clock"} <= verdicts(found).keys()
     assert verdicts(found)["runs folder"] == "ok" and os.listdir(tmp_path / "runs") == []
     (tmp_path / "file").touch()
     (refused,) = examine_files(profile(kind="local"), tmp_path / "file" / "runs")
     assert refused.verdict == "bad" and "runs_root" in refused.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured", "verdict", "fix"),
+    [
+        ({}, 412.4, "ok", "set write_mib_s: 412 "),
+        ({}, 3.14, "ok", "set write_mib_s: 3.1 "),
+        ({"write_mib_s": 400}, 201.0, "ok", ""),
+        ({"write_mib_s": 400}, 199.0, "warn", "set write_mib_s: 199,"),
+        ({"kind": "local"}, 1.0, "ok", ""),
+    ],
+)
+def test_a_measured_speed_says_what_the_profile_should_say(
+    changes: dict[str, Any], measured: float, verdict: str, fix: str
+) -> None:
+    finding = judge_writes(profile(**changes), measured)
+    assert finding.verdict == verdict and fix in finding.fix and bool(fix) == bool(finding.fix)
 
 
 # --- two nodes -------------------------------------------------------------------------------------------------------

@@ -95,15 +95,17 @@ def test_the_role_runs_from_the_code_snapshot_with_its_own_environment(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("PYTHONPATH", "/my/environments")
     (harness.run_dir / "code").mkdir(parents=True)
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MILES_JOB_ID", "SLURM_JOB_ID", "EXTRA")
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MILES_JOB_ID", "SLURM_JOB_ID", "EXTRA", "PYTHONPATH")
     code = f"import os; print(os.getcwd(), [os.environ.get(name) for name in {names!r}])"
     spec = replace(harness.spec(), command=(sys.executable, "-c", code), env={"EXTRA": "a b", "MKL_NUM_THREADS": "3"})
+    spec = replace(spec, env={**spec.env, "PYTHONPATH": "/code"})
     spec = replace(spec, resources=spec.resources.model_copy(update={"cpus": 2}))
     scheduler = harness.make()
     job_id = scheduler.submit(spec)
     harness.until_phase(scheduler, job_id, Phase.ENDED)
-    assert log_of(spec, job_id) == f"{harness.run_dir / 'code'} ['2', '3', '{job_id}', None, 'a b']\n"
+    assert log_of(spec, job_id) == f"{harness.run_dir / 'code'} ['2', '3', '{job_id}', None, 'a b', '/code:/my/environments']\n"
 
 
 def test_the_role_dies_with_its_keeper(harness: Harness) -> None:

@@ -108,6 +108,8 @@ def test_heartbeats_are_read_eight_times_in_a_lease_and_the_table_follows_a_verd
     desk.look()
     desk.watch.publish()
     assert [(entry.writer, entry.verdict) for entry in desk.table().entries] == [("rollout-0", "unknown")]
+    desk.beat("rollout-0", "waiting: first policy version")
+    desk.look()
     desk.beat("rollout-0", "serving", progress=7, load=2, version=(3, 1))
     desk.look(seconds=0.5)
     assert desk.serving() == []  # not yet due
@@ -121,6 +123,21 @@ def test_heartbeats_are_read_eight_times_in_a_lease_and_the_table_follows_a_verd
     desk.clock.advance(1.0)
     desk.watch.publish()
     assert desk.table().counter == second.counter + 1
+
+
+def test_one_that_has_not_served_yet_is_looked_for_more_often(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.context.timing = desk.context.timing.model_copy(update={"lease_s": 300.0})
+    desk.lease("rollout-0")
+    desk.lease("rollout-1")
+    desk.beat("rollout-1", "serving")
+    desk.look()
+    for state, expected in (("starting", []), ("serving", [Receiver("rollout-0", 1)])):
+        desk.beat("rollout-0", state)
+        desk.beat("rollout-1", "leaving")
+        desk.look(seconds=0.1)
+        desk.look(seconds=0.5)
+        assert desk.serving() == [*expected, Receiver("rollout-1", 1)]  # what the second says now is not looked for yet
 
 
 class _Refusing(FileSystem):

@@ -48,7 +48,7 @@ PLAIN = """\
 export MKL_NUM_THREADS=4
 export NOTE='it'"'"'s a '"'"'test'"'"' $HOME'
 export OMP_NUM_THREADS=4
-export PYTHONPATH=/fs/runs/night-1/code
+export PYTHONPATH=/fs/runs/night-1/code${PYTHONPATH:+:$PYTHONPATH}
 cd /fs/runs/night-1/code || exit 66
 
 # command

@@ -232,6 +232,22 @@ def test_a_lost_worker_is_buried_before_its_successor_and_its_node_is_avoided(si
     assert len(site.records("job_ended")) == 1 and len(site.incidents("node_down")) == 1
 
 
+def test_a_lost_role_is_replaced_in_the_tick_that_notices_it(tmp_path: Path) -> None:
+    """The next query of a real cluster is half a minute away."""
+    site = Site(tmp_path / "run", scheduler_poll_s=60.0)
+    site.start_all()
+    site.fake.finish(site.jobs("rollout-0")[0].job_id, 137)
+    noticed: list[int] = []
+
+    def has_started() -> bool:
+        if site.incidents("role_lost"):
+            noticed.append(len(site.ticks))
+        return ("rollout-0", 3) in site.running()
+
+    site.run_until(site.supervisor(), has_started)
+    assert noticed[0] == len(site.ticks)
+
+
 def test_of_a_job_on_two_nodes_only_the_one_that_died_is_avoided(tmp_path: Path) -> None:
     nodes = tuple(f"n{number}" for number in range(1, 10))
     site = Site(tmp_path, nodes=nodes, resources={"learner": {"nodes": 2}})
