@@ -10,6 +10,18 @@ from pydantic import Field, model_validator
 from miles_core.recipe.closed import Closed
 
 
+class AgentSpec(Closed):
+    """An agent loop that drives the episodes over HTTP, instead of the environment's own answers."""
+
+    run: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`package.module:function`, called as function(base_url, api_key, task) for every sample; it returns facts
+    (miles_core/rollout/sessions/agents.py)."""
+    history: Literal["linear"] = "linear"
+    """A conversation only goes on from its end, or tries its last turn again."""
+    replay: Literal["strict", "json"] = "strict"
+    """When an agent's conversation is the recorded one: word for word, or with tool arguments that are the same JSON."""
+
+
 class EnvironmentSpec(Closed):
     """Where tasks come from, and what an episode may do."""
 
@@ -20,6 +32,8 @@ class EnvironmentSpec(Closed):
     """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle."""
     tool: Literal["none", "calculator", "shell"] = "none"
     """The tool offered to the model; `none` is one turn. An environment of your own decides itself."""
+    agent: AgentSpec | None = None
+    """The agent that runs the episodes; it brings its own tools. null: the environment answers the model itself."""
     max_turns: int = Field(default=1, ge=1)
     """Model turns per episode."""
     max_new_tokens: int = Field(default=24, ge=1)
@@ -51,6 +65,11 @@ class EnvironmentSpec(Closed):
 
     @model_validator(mode="after")
     def _turns_need_a_tool(self) -> Self:
+        if self.agent is not None and self.tool == "shell":
+            raise ValueError(
+                "environment.agent: an agent brings its own tools and cannot reach the shell of shell_puzzle; leave agent out, "
+                "or take another family"
+            )
         if self.is_own:
             return self
         if (self.family == "shell_puzzle") != (self.tool == "shell"):
@@ -58,8 +77,8 @@ class EnvironmentSpec(Closed):
                 f"environment: family {self.family!r} does not go with tool {self.tool!r}; shell_puzzle needs tool: shell, and "
                 f"no other family has it"
             )
-        if self.tool == "none" and self.max_turns > 1:
-            raise ValueError("environment: max_turns > 1 needs a tool; set tool: calculator or max_turns: 1")
+        if self.tool == "none" and self.max_turns > 1 and self.agent is None:
+            raise ValueError("environment: max_turns > 1 needs a tool or an agent; set tool: calculator or max_turns: 1")
         return self
 
 

@@ -16,6 +16,9 @@ class ModelSpec(Closed):
     """Folder in Hugging Face layout, or a hub id. Exclusive with `bootstrap`."""
     bootstrap: str | None = None
     """Name of a warm-up in miles_core/bootstrap that makes the base model; cached by content."""
+    chat: Literal["qwen3", "chatml", "llama3", "plain"] | None = None
+    """How messages become tokens, by the model's family (miles_core/rollout/chat.py); an agent with tools needs one, for it
+    says how calls are written. null: by the template in the model's folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the learner's forward pass and of the published weights."""
 

@@ -65,18 +65,18 @@ class GreedyScorer:
 
     def __init__(self, context: RoleContext) -> None:
         import torch
-        from transformers import AutoTokenizer
 
         from miles_core.environments.registry import make_environment
         from miles_core.grading.rules import make_verifier
-        from miles_core.rollout.session import ChatRenderer
+        from miles_core.rollout.choice import make_renderer, sampler_class
         from miles_core.rollout.torch_engine import TorchEngine
 
         recipe, folder = context.recipe, context.paths.base_model
         self._spec = recipe.environment
         self._environment = make_environment(self._spec, f"{context.run.run_id}.{context.writer}")
         self._verifier = make_verifier(self._spec)
-        self._renderer = ChatRenderer(AutoTokenizer.from_pretrained(folder))
+        self._make = sampler_class(self._spec)
+        self._renderer = make_renderer(folder, recipe.model)
         self._engine = TorchEngine.from_folder(
             folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, end_id=self._renderer.end_id,
             slots=min(SLOTS, recipe.evaluation.problems), max_tokens=self._spec.max_tokens, version=Version(-1, 0),
@@ -92,7 +92,9 @@ class GreedyScorer:
         """The greedy answer's reward in [0, 1] for each task of the eval split; None without one."""
         from miles_core.rollout.sampler import sample_many
 
-        rows = sample_many(self._engine, self._environment, self._renderer, self._spec, seeds, split="eval", temperature=0.0)
+        rows = sample_many(
+            self._engine, self._environment, self._renderer, self._spec, seeds, split="eval", temperature=0.0, make=self._make
+        )
         return [None if row.status == "failed" else value_or_none(self._verifier, row.task_seed, row.facts) for row in rows]
 
 

@@ -25,23 +25,21 @@ def main(context: RoleContext) -> None:
     journal = context.journal()
 
     import torch
-    from transformers import AutoTokenizer
 
     from miles_core.environments.registry import make_environment
-    from miles_core.rollout.sampler import Sampler
-    from miles_core.rollout.session import ChatRenderer
+    from miles_core.rollout.choice import make_renderer, sampler_class
     from miles_core.rollout.torch_engine import TorchEngine
     from miles_core.rollout.worker import RolloutWorker
 
     recipe, folder = context.recipe, context.paths.base_model
-    renderer = ChatRenderer(AutoTokenizer.from_pretrained(folder))
+    renderer = make_renderer(folder, recipe.model)
     engine = TorchEngine.from_folder(
         folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, end_id=renderer.end_id,
         slots=pool_of(context).slots, max_tokens=recipe.environment.max_tokens, version=NOT_LOADED,
         record_experts=recipe.learner.routing_replay,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
-    sampler = Sampler(
+    sampler = sampler_class(recipe.environment)(
         engine, make_environment(recipe.environment, f"{context.run.run_id}.{context.writer}"), renderer, recipe.environment,
         producer=context.writer, attempt=context.attempt,
     )  # fmt: skip

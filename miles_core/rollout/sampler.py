@@ -279,9 +279,13 @@ def sample_many(
     temperature: float = 0.0,
     producer: str = "evaluator",
     attempt: int = 0,
+    make: Callable[..., Any] = Sampler,
 ) -> list[Trajectory]:
-    """One trajectory per task seed, in the order of the seeds; greedy by default. Runs its own event loop to the end."""
-    sampler = Sampler(engine, environment, renderer, spec, producer=producer, attempt=attempt)
+    """One trajectory per task seed, in the order of the seeds; greedy by default. Runs its own event loop to the end.
+
+    `make`: Sampler, or what is used like it.
+    """
+    sampler = make(engine, environment, renderer, spec, producer=producer, attempt=attempt)
     requests = [
         SampleRequest(f"{split}-{number}-{seed}/0", f"{split}-{number}-{seed}", split, seed, split, seed, temperature)
         for number, seed in enumerate(seeds)
@@ -289,7 +293,7 @@ def sample_many(
     return asyncio.run(_drain(sampler, requests))
 
 
-async def _drain(sampler: Sampler, requests: list[SampleRequest]) -> list[Trajectory]:
+async def _drain(sampler: Any, requests: list[SampleRequest]) -> list[Trajectory]:
     waiting = iter(requests)
     done: dict[str, Trajectory] = {}
     while len(done) < len(requests):

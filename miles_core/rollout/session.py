@@ -19,12 +19,15 @@ import numpy.typing as npt
 from miles_core.environments.base import Message
 from miles_core.errors import RecipeError
 from miles_core.records import Version
+from miles_core.rollout.chat import Said, Tools, clean_text, encode_pieces, special_tokens, split_control, turn_text
 from miles_core.trajectories.schema import Turn, VersionRun
 
 if TYPE_CHECKING:
     from miles_core.routers import Experts
 
 _SENTINEL = "SPLICE"
+_PRIVATE = 0xF0000
+"""First of the characters that Unicode leaves to private use."""
 
 
 class ContextOverflow(Exception):
@@ -36,9 +39,11 @@ class Renderer(Protocol):
 
     end_id: int
     """The token by which the model ends its turn."""
+    special_ids: frozenset[int]
+    """All control tokens."""
 
-    def opening(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        """The first messages, up to the point where the model writes."""
+    def opening(self, messages: tuple[Message, ...], tools: Tools = ()) -> tuple[int, ...]:
+        """The first messages, up to the point where the model writes. Raises RecipeError for roles or tools without a form."""
         ...
 
     def continuation(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
@@ -49,12 +54,21 @@ class Renderer(Protocol):
         """The text of a model turn, without its end token."""
         ...
 
+    def said(self, token_ids: Sequence[int], tools: Tools) -> Said:
+        """What a model turn says, with its calls if tools were offered."""
+        ...
+
 
 class ChatRenderer:
-    """A Renderer over a Hugging Face tokenizer and its chat template. Raises RecipeError."""
+    """A Renderer over a Hugging Face tokenizer and its own chat template. Raises RecipeError.
+
+    A control token that a user or a tool spells out in its text is text.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special = special_tokens(tokenizer)
+        self.special_ids = frozenset(self._special.values())
         self.end_id = self._behind_reply(())[0]
         if self.end_id not in tokenizer.all_special_ids and self.end_id not in tokenizer.added_tokens_decoder:
             raise RecipeError(
@@ -70,13 +84,19 @@ class ChatRenderer:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a model turn, special tokens included, its end token left out."""
-        ids = list(token_ids)
-        if ids and ids[-1] == self.end_id:
-            ids.pop()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return turn_text(self._tokenizer, token_ids, self.end_id)
 
-    def _opening(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return self._encode(self._render(messages, generate=True))
+    def said(self, token_ids: Sequence[int], tools: Tools) -> Said:
+        """What a model turn says; a template does not say how calls are written, so there are none."""
+        return Said(self.text(token_ids))
+
+    def _opening(self, messages: tuple[Message, ...], tools: Tools = ()) -> tuple[int, ...]:
+        if tools:
+            raise RecipeError(
+                f"model.chat is not set, and the chat template of {self._name} does not say how its model calls tools; set "
+                f"model.chat to its family"
+            )
+        return self._encode(*self._render(messages, generate=True))
 
     def _continuation(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         return self._behind_reply(messages)[1:]
@@ -87,9 +107,9 @@ class ChatRenderer:
         The end token is special, so the tokenizer cuts there and the ids behind it do not depend on what came before.
         """
         exchange = (Message("user", "question"), Message("assistant", _SENTINEL))
-        rendered = self._render(exchange + messages, generate=bool(messages))
+        rendered, spelled = self._render(exchange + messages, generate=bool(messages))
         _, found, behind = rendered.partition(_SENTINEL)
-        ids = self._encode(behind)
+        ids = self._encode(behind, spelled)
         if not found or not ids:
             raise RecipeError(
                 f"model: the chat template of {self._name} does not write an assistant message followed by an end token "
@@ -97,17 +117,39 @@ class ChatRenderer:
             )
         return ids
 
-    def _render(self, messages: tuple[Message, ...], *, generate: bool) -> str:
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+    def _render(self, messages: tuple[Message, ...], *, generate: bool) -> tuple[str, dict[str, str]]:
+        """The template's text, and what stands in it for control tokens that were spelled out."""
+        spelled = self._spelled(messages)
+        conversation = [{"role": message.role, "content": self._covered(message, spelled)} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
         except (jinja2.TemplateError, ValueError) as error:
             roles = [message.role for message in messages]
             raise RecipeError(f"model: the chat template of {self._name} refuses the roles {roles}: {error}") from error
-        return str(text)
+        return str(text), spelled
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+    def _spelled(self, messages: tuple[Message, ...]) -> dict[str, str]:
+        """For each control token in the text of others than the model: a private character that no text has."""
+        text = "".join(message.content for message in messages)
+        found = [name for name in self._special if name in text]
+        free = (char for char in map(chr, range(_PRIVATE, _PRIVATE + 0xFFFE)) if char not in text)
+        return dict(zip(found, free, strict=False))
+
+    @staticmethod
+    def _covered(message: Message, spelled: dict[str, str]) -> str:
+        content = clean_text(message.content)
+        if message.role != "assistant":
+            for name in sorted(spelled, key=len, reverse=True):
+                content = content.replace(name, spelled[name])
+        return content
+
+    def _encode(self, text: str, spelled: dict[str, str]) -> tuple[int, ...]:
+        if not spelled:
+            return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+        pieces = split_control(text, self._special)
+        for name, char in spelled.items():
+            pieces = [piece.replace(char, name) if isinstance(piece, str) else piece for piece in pieces]
+        return encode_pieces(self._tokenizer, pieces, self._special.__getitem__)
 
 
 class Session:

@@ -71,6 +71,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def special_tokenizer(*special: str) -> PreTrainedTokenizerFast:
+    """One with these control tokens, the last of which ends a turn, and no chat template."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_train(special),
+        eos_token=special[-1],
+        additional_special_tokens=list(special[:-1]),
+        clean_up_tokenization_spaces=False,
+    )
+
+
 @functools.lru_cache
 def chatml_tokenizer() -> PreTrainedTokenizerFast:
     """ChatML: a newline follows every end token, a default system message comes first, contents are trimmed."""

@@ -1,0 +1,31 @@
+"""What a recipe chooses among: how messages are rendered, and who drives the episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.recipe import EnvironmentSpec, ModelSpec
+from miles_core.rollout.chat import FAMILIES, FamilyRenderer
+from miles_core.rollout.sampler import Sampler
+from miles_core.rollout.session import ChatRenderer
+
+if TYPE_CHECKING:
+    from miles_core.rollout.sessions.agents import AgentSampler
+
+
+def make_renderer(folder: Path, model: ModelSpec) -> ChatRenderer | FamilyRenderer:
+    """The renderer of a model folder. Raises RecipeError."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return ChatRenderer(tokenizer) if model.chat is None else FamilyRenderer(tokenizer, FAMILIES[model.chat])
+
+
+def sampler_class(spec: EnvironmentSpec) -> type[Sampler] | type[AgentSampler]:
+    """Who drives episodes: the environment's own answers, or the recipe's agent."""
+    if spec.agent is None:
+        return Sampler
+    from miles_core.rollout.sessions.agents import AgentSampler
+
+    return AgentSampler
