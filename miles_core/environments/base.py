@@ -17,7 +17,7 @@ class Message:
     """One message of the conversation, before tokenisation."""
 
     role: str
-    """`user`, `assistant` or `tool`."""
+    """`system`, `user`, `assistant` or `tool`."""
     content: str
 
 

@@ -1,9 +1,9 @@
-"""Tasks from reasoning-gym, any family by name, with or without a calculator.
+"""Tasks from reasoning-gym, any family by name, with or without a calculator, with or without solved examples in front.
 
-Invariants: a task is a function of (family, options, seed, split) alone, on every machine; the two splits share no
-question, because the question's own hash decides its split. Failure: a wrong family or option is a RecipeError when the
-environment is made; a split without questions raises EpisodeFailed. The library takes seconds to import, so it is
-imported when the first source is made.
+Invariants: a task is a function of (family, options, prompt, seed, split) alone, on every machine; the two splits share no
+question, because the hash of what is asked decides its split; the examples' questions are in neither. Failure: a wrong
+family, option or wording is a RecipeError when the environment is made; a split without questions raises EpisodeFailed. The
+library takes seconds to import, so it is imported when the first source is made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from miles_core.environments.calculator import calculate
 from miles_core.environments.splits import MAX_TRIES, in_eval_split, question_digest
 from miles_core.environments.tool_call import tool_call
 from miles_core.errors import RecipeError
-from miles_core.recipe import EnvironmentSpec
+from miles_core.recipe import EnvironmentSpec, PromptSpec
 
 _OWN_OPTIONS = ("seed", "size")
 UNREPRODUCIBLE = frozenset({"isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note"})
@@ -32,6 +32,7 @@ class Task:
     """One drawn entry. `dataset` is the library object that judges answers to it."""
 
     question: str
+    """As it is asked."""
     entry: dict[str, Any]
     dataset: Any
     digest: str
@@ -41,12 +42,13 @@ class Task:
 class TaskSource:
     """Draws entries of one family by (seed, split). Raises RecipeError."""
 
-    def __init__(self, family: str, options: dict[str, Any]) -> None:
+    def __init__(self, family: str, options: dict[str, Any], prompt: PromptSpec | None = None) -> None:
         import reasoning_gym
 
         self._library: Any = reasoning_gym
         self.family = family
         self.options = options
+        self._prompt = PromptSpec() if prompt is None else prompt
         self._check_names()
         try:
             self._shared = self._make(0)
@@ -55,6 +57,10 @@ class TaskSource:
                 f"environment.options: reasoning-gym refuses {options} for {family!r}: {error}. There are: {self._defaults()}"
             ) from error
         self._reseeds = self._probe()
+        self._entry(0)  # A wording that cannot be filled in is refused now.
+        self.shots = self._draw_shots(self._prompt.shots)
+        """The solved examples: tasks that are never drawn."""
+        self._shown = frozenset(shot.digest for shot in self.shots)
         self.task = functools.lru_cache(maxsize=4096)(self._draw)
 
     def _check_names(self) -> None:
@@ -99,10 +105,8 @@ class TaskSource:
     def _draw(self, seed: int, split: Split) -> Task:
         """The task of a seed. Raises EpisodeFailed when MAX_TRIES draws found no question of the split."""
         for tries in range(MAX_TRIES):
-            hashed = hashlib.blake2b(f"{seed}/{tries}".encode(), digest_size=4).digest()
-            # 31 bits: some families hand the seed to numpy, which takes no more than 32.
-            task = self._entry(int.from_bytes(hashed) >> 1)
-            if in_eval_split(task.digest) == (split == "eval"):
+            task = self._entry(_library_seed(f"{seed}/{tries}"))
+            if in_eval_split(task.digest) == (split == "eval") and task.digest not in self._shown:
                 return task
         raise EpisodeFailed(
             f"reasoning-gym {self.family} {self.options}: no question of split {split!r} in {MAX_TRIES} draws for seed {seed}; "
@@ -110,11 +114,42 @@ class TaskSource:
             kind="environment",
         )
 
+    def _draw_shots(self, number: int) -> tuple[Task, ...]:
+        """The first `number` different questions of a row of their own."""
+        found: dict[str, Task] = {}
+        for tries in range(MAX_TRIES):
+            if len(found) == number:
+                return tuple(found.values())
+            task = self._entry(_library_seed(f"shot/{tries}"))
+            found.setdefault(task.digest, task)
+        raise RecipeError(
+            f"environment.prompt.shots={number}: {MAX_TRIES} draws of {self.family!r} with {self.options} gave {len(found)} "
+            f"different questions; lower it or widen environment.options"
+        )
+
     def _entry(self, library_seed: int) -> Task:
         dataset = self._shared if self._reseeds else self._make(library_seed)
         dataset.seed = library_seed
         entry = dataset[0]
-        return Task(entry["question"], entry, dataset, question_digest(entry["question"]))
+        question = self._worded(entry)
+        return Task(question, entry, dataset, question_digest(question))
+
+    def _worded(self, entry: dict[str, Any]) -> str:
+        wording = self._prompt.wording
+        if wording is None:
+            return str(entry["question"])
+        try:
+            return wording.format_map(entry["metadata"])
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+            raise RecipeError(
+                f"environment.prompt.wording: {wording!r} cannot be filled in ({type(error).__name__}: {error}). Fields of "
+                f"{self.family!r} are: {', '.join(sorted(entry['metadata']))}; a brace itself is written twice"
+            ) from error
+
+
+def _library_seed(text: str) -> int:
+    """31 bits: some families hand the seed to numpy, which takes no more than 32."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) >> 1
 
 
 @dataclass
@@ -125,13 +160,15 @@ class ReasoningGymEpisode:
     task: Task
     seed: int
     split: Split
+    lead: tuple[Message, ...] = ()
+    """What stands in front of the question."""
     final_answer: str | None = None
     turns: int = 0
     tool_calls: list[dict[str, str]] = field(default_factory=list)
 
     def opening(self) -> tuple[Message, ...]:
-        """The question."""
-        return (Message("user", self.task.question),)
+        """The question, behind what the prompt puts in front of it."""
+        return (*self.lead, Message("user", self.task.question))
 
     async def respond(self, content: str) -> tuple[Message, ...]:
         """The tool's result, or nothing: the answer was given or the turns are used up."""
@@ -165,8 +202,17 @@ class ReasoningGymEnvironment:
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self.spec = spec
-        self._source = TaskSource(spec.family, spec.options)
+        self._source = TaskSource(spec.family, spec.options, spec.prompt)
+        self._lead = _lead(spec.prompt, self._source.shots)
 
     def episode(self, seed: int, split: Split) -> ReasoningGymEpisode:
         """A fresh episode of task `seed`. Raises EpisodeFailed if the split has no question."""
-        return ReasoningGymEpisode(self.spec, self._source.task(seed, split), seed, split)
+        return ReasoningGymEpisode(self.spec, self._source.task(seed, split), seed, split, self._lead)
+
+
+def _lead(prompt: PromptSpec | None, shots: tuple[Task, ...]) -> tuple[Message, ...]:
+    """System message and solved examples."""
+    lead = [] if prompt is None or prompt.system is None else [Message("system", prompt.system)]
+    for shot in shots:
+        lead += [Message("user", shot.question), Message("assistant", str(shot.entry["answer"]))]
+    return tuple(lead)

@@ -23,7 +23,7 @@ class ReasoningGymVerifier:
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self.source = f"reasoning_gym/{spec.family}@{version('reasoning-gym')}"
-        self._tasks = TaskSource(spec.family, spec.options)
+        self._tasks = TaskSource(spec.family, spec.options, spec.prompt)
 
     def value(self, task_seed: int, facts: dict[str, Any]) -> float:
         """The reward in [0, 1]. Raises ValueError when the facts are of another task or the library's score is no reward."""

@@ -7,7 +7,7 @@ the fix. A field exists only if something reads it.
 from __future__ import annotations
 
 from miles_core.recipe.closed import Closed
-from miles_core.recipe.environment import AgentSpec, EnvironmentSpec, GraderSpec, GradeWeightsSpec
+from miles_core.recipe.environment import AgentSpec, EnvironmentSpec, GraderSpec, GradeWeightsSpec, PromptSpec
 from miles_core.recipe.learner import CriticSpec, LearnerSpec, RewardScalerSpec
 from miles_core.recipe.model import EvaluationSpec, ModelSpec, PolicySpec, RetentionSpec
 from miles_core.recipe.reading import CONFIGS, apply_overrides, explain, find_config, load_recipe, read_yaml
@@ -28,6 +28,7 @@ __all__ = [
     "ModelSpec",
     "OrchestratorSpec",
     "PolicySpec",
+    "PromptSpec",
     "Recipe",
     "RetentionSpec",
     "RewardScalerSpec",

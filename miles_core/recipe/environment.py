@@ -22,6 +22,18 @@ class AgentSpec(Closed):
     """When an agent's conversation is the recorded one: word for word, or with tool arguments that are the same JSON."""
 
 
+class PromptSpec(Closed):
+    """What stands around the questions of a reasoning-gym family, so that a pretrained model answers in the right form."""
+
+    system: str | None = None
+    """System message in front of everything."""
+    shots: int = Field(default=0, ge=0, le=16)
+    """So many solved questions as turns of user and assistant in front; always the same ones, never trained or evaluated."""
+    wording: str | None = None
+    """How a question is asked, with fields of the entry's metadata in braces: `What is {expression}?`. null: as the library
+    asks it."""
+
+
 class EnvironmentSpec(Closed):
     """Where tasks come from, and what an episode may do."""
 
@@ -30,6 +42,8 @@ class EnvironmentSpec(Closed):
     environment of your own (miles_core/environments/registry.py says what it needs)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle."""
+    prompt: PromptSpec | None = None
+    """What a reasoning-gym family's questions come with. null: the library's question alone."""
     tool: Literal["none", "calculator", "shell"] = "none"
     """The tool offered to the model; `none` is one turn. An environment of your own decides itself."""
     agent: AgentSpec | None = None
@@ -61,6 +75,14 @@ class EnvironmentSpec(Closed):
                 f"environment.options: {self.options} would not reach the jobs as it is; use texts (also as keys), finite "
                 f"numbers, true, false, null, lists and sections of these, and quote a date"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_is_for_the_library(self) -> Self:
+        if self.prompt is not None and (self.is_own or self.family == "shell_puzzle"):
+            raise ValueError(f"environment.prompt is for reasoning-gym families, {self.family!r} words its own; remove it")
+        if self.prompt is not None and self.prompt.shots and self.tool != "none":
+            raise ValueError("environment.prompt.shots are answered without a tool; set tool: none or shots: 0")
         return self
 
     @model_validator(mode="after")

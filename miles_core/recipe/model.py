@@ -10,12 +10,17 @@ from miles_core.recipe.closed import Closed
 
 
 class ModelSpec(Closed):
-    """The base model: a folder or hub id, or a warm-up that makes one from scratch."""
+    """The base model: a folder or hub id, a warm-up that makes one from scratch, or an installed package that holds one.
+
+    Exactly one of `path`, `bootstrap` and `package` is given.
+    """
 
     path: str | None = None
-    """Folder in Hugging Face layout, or a hub id. Exclusive with `bootstrap`."""
+    """Folder in Hugging Face layout, or a hub id."""
     bootstrap: str | None = None
     """Name of a warm-up in miles_core/bootstrap that makes the base model; cached by content."""
+    package: str | None = None
+    """Name of an installed Python distribution with one GGUF file in it, which is read into bfloat16; cached by content."""
     chat: Literal["qwen3", "chatml", "llama3", "plain"] | None = None
     """How messages become tokens, by the model's family (miles_core/rollout/chat.py); an agent with tools needs one, for it
     says how calls are written. null: by the template in the model's folder."""
@@ -24,8 +29,11 @@ class ModelSpec(Closed):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.path is None) == (self.bootstrap is None):
-            raise ValueError("model: give exactly one of `path` (a folder or hub id) and `bootstrap` (a warm-up's name)")
+        if sum(source is not None for source in (self.path, self.bootstrap, self.package)) != 1:
+            raise ValueError(
+                "model: give exactly one of `path` (a folder or hub id), `bootstrap` (a warm-up's name) and `package` (an "
+                "installed Python package with a model in it)"
+            )
         return self
 
 

@@ -106,6 +106,11 @@ class Recipe(Closed):
                 f"learner.minibatches={self.learner.minibatches} is more than orchestrator.prompts="
                 f"{self.orchestrator.prompts}: every optimizer update needs at least one group"
             )
+        if self.model.bootstrap is not None and self.environment.prompt is not None:
+            raise ValueError(
+                f"model.bootstrap={self.model.bootstrap!r} makes a model that knows bare questions only; remove "
+                f"environment.prompt, or give model.path or model.package"
+            )
         grades = self.orchestrator.prompts * self.orchestrator.samples
         if self.learner.reward_scaler is not None and self.learner.reward_scaler.short < 2 * grades:
             raise ValueError(

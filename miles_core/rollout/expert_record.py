@@ -34,6 +34,10 @@ class ExpertRecord:
         """Takes what the forward pass that just ended chose for its N tokens; slots and positions [N]."""
         self._ids[slots, positions] = torch.stack(self._seen, dim=1).cpu().numpy()
 
+    def copy(self, source: int, target: int, positions: int) -> None:
+        """Gives slot `target` the first positions of slot `source`, whose keys and values it takes as well."""
+        self._ids[target, :positions] = self._ids[source, :positions]
+
     def of(self, slot: int, first: int, end: int) -> Experts:
         """A copy of [first, end) of a slot."""
         return self._ids[slot, first:end].copy()

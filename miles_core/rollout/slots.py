@@ -33,9 +33,13 @@ class SlotCache:
         shape = (config.num_hidden_layers, 2, slots, heads, positions, size)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
 
-    def clear(self, slot: int) -> None:
-        """Zeroes a slot: masked positions weigh 0, but 0 times a NaN left by an earlier session is NaN."""
-        self.data[:, :, slot].zero_()
+    def clear(self, slot: int, first: int = 0) -> None:
+        """Zeroes a slot from a position on: masked ones weigh 0, but 0 times a NaN left by an earlier session is NaN."""
+        self.data[:, :, slot, :, first:].zero_()
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        """Gives slot `target` the first positions of slot `source`."""
+        self.data[:, :, target, :, :positions] = self.data[:, :, source, :, :positions]
 
 
 @dataclass(frozen=True)

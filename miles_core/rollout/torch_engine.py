@@ -1,8 +1,9 @@
 """An Engine in plain PyTorch: continuous batching over a Hugging Face causal language model.
 
 One step is one forward pass over a pack: the newest token of every running session, plus the unread tokens of sessions
-that start or go on with a turn. A finished row leaves the pack at once. Failure: weights that do not fit are refused with
-their names and nothing changes; logits that are not finite raise, for they would poison every later token.
+that start or go on with a turn. A finished row leaves the pack at once. A prompt's beginning that another slot holds under
+the weights now loaded is copied instead of computed (prefixes.py). Failure: weights that do not fit are refused with their
+names and nothing changes; logits that are not finite raise, for they would poison every later token.
 
 The draw of a token depends on (seed of the sample, position) alone, never on its neighbours in the batch.
 """
@@ -22,6 +23,7 @@ from miles_core.errors import MilesError, RecipeError
 from miles_core.records import Version
 from miles_core.rollout.engine import Finished, Request
 from miles_core.rollout.expert_record import ExpertRecord
+from miles_core.rollout.prefixes import HeldPrefixes
 from miles_core.rollout.slots import ATTENTION, Ints, Pack, SlotCache
 from miles_core.routers import find_routers
 
@@ -78,6 +80,7 @@ class TorchEngine:
         self._seed = np.zeros(slots, dtype=np.uint64)
         self._temperature = np.zeros(slots, dtype=np.float32)
         self._tokens = np.zeros((slots, max_tokens), dtype=np.int64)
+        self._held = HeldPrefixes(self._tokens)
         self._logprobs = np.zeros((slots, max_tokens), dtype=np.float32)
         self._version_of = np.zeros((slots, max_tokens), dtype=np.int64)
 
@@ -109,7 +112,7 @@ class TorchEngine:
                 f"session {request.session_key}: cannot append {len(request.tokens)} tokens to {used} and sample "
                 f"{request.max_new_tokens}; a context has {self._max_tokens} tokens"
             )
-        slot = self._take(request.session_key) if slot is None else slot
+        slot = self._take(request) if slot is None else slot
         start = used + len(request.tokens)
         self._tokens[slot, used:start] = request.tokens
         self._first[slot] = self._cached[slot]
@@ -121,12 +124,12 @@ class TorchEngine:
         self._arrival[slot] = self._arrivals
         self._running[slot] = True
 
-    def _take(self, session_key: str) -> int:
+    def _take(self, request: Request) -> int:
         slot = heapq.heappop(self._free)  # the lowest: running slots stay close together
-        self._slot_of[session_key] = slot
-        self._key_of[slot] = session_key
+        self._slot_of[request.session_key] = slot
+        self._key_of[slot] = request.session_key
         self._cached[slot] = self._total[slot] = 0
-        self._cache.clear(slot)
+        self._cache.clear(slot, self._held.keep(slot, request.tokens))
         return slot
 
     def release(self, session_key: str) -> None:
@@ -153,6 +156,7 @@ class TorchEngine:
         self._logprobs[slots, positions] = logprobs
         self._version_of[slots, positions] = len(self._versions) - 1
         self._cached[slots] = positions
+        self._held.read(slots, positions)
         self._total[slots] = positions + 1
         done = (tokens == self._end_id) | (positions + 1 >= self._limit[slots])
         return [self._finish(int(slot)) for slot in slots[done]]
@@ -160,14 +164,36 @@ class TorchEngine:
     def _due(self) -> Ints:
         """Running slots that take part in this step, ascending: all that decode, and the oldest that read."""
         slots = np.flatnonzero(self._running)
-        unread = self._total[slots] - self._cached[slots]
-        reading = np.flatnonzero(unread > 1)
+        is_reading = self._total[slots] - self._cached[slots] > 1
+        reading = slots[is_reading]
         if not len(reading):
             return slots
-        reading = reading[np.argsort(self._arrival[slots[reading]])]
-        over = np.cumsum(unread[reading]) > PREFILL_TOKENS_PER_STEP
-        over[0] = False
-        return np.delete(slots, reading[over])
+        chosen = self._choose(reading[np.argsort(self._arrival[reading])])
+        return np.sort(np.concatenate([slots[~is_reading], np.array(chosen)]))
+
+    def _choose(self, reading: Ints) -> list[int]:
+        """Of slots in their order of arrival those that read now, up to the budget of a step; new ones get what others hold.
+
+        One that would compute what another one computes in this very step waits for it, where that is half of its work.
+        """
+        chosen: list[int] = []
+        left = PREFILL_TOKENS_PER_STEP
+        for slot in reading.tolist():
+            total, known, soon, source = int(self._total[slot]), int(self._cached[slot]), 0, slot
+            if known == 0:
+                source, known, soon = self._held.find(slot, self._total, chosen)
+            if chosen and total - known > left:
+                break
+            if 2 * (soon - known) >= total - known:
+                continue
+            if source != slot:
+                self._cache.copy(source, slot, known)
+                if self._experts is not None:
+                    self._experts.copy(source, slot, known)
+            self._cached[slot] = known
+            left -= total - known
+            chosen.append(slot)
+        return chosen
 
     def _forward(self, slots: Ints) -> torch.Tensor:
         """Reads what is not yet cached -> logits [B, vocabulary] behind each slot's newest token."""
@@ -216,6 +242,7 @@ class TorchEngine:
         own, given = match_weights(self._model, tensors, self._weights_dtype)
         for name, parameter in own.items():
             parameter.copy_(given[name])
+        self._held.forget()
         self.version = Version(*version)
         self._versions.append(self.version)
 
