@@ -5,7 +5,8 @@
 
 The batch: 8 groups of 8 rows of 1 to 40 tokens, float64, one group without spread. Compared is what both sides define alike,
 each peer called with the settings that make it so (dual clip of verl out of reach; TRL's GRPOTrainer._compute_loss with a model
-that returns the batch's logprobs). TRL's advantages are inside its generation step and cannot be called. Differences are
+that returns the batch's logprobs). The critic's batch has gaps of tokens that nobody sampled. TRL's advantages are inside its
+generation step and its PPO in its training loop: they cannot be called. Differences are
 the largest absolute one, and that over the largest absolute value of ours.
 """
 
@@ -60,7 +61,15 @@ def make_batch(seed: int = 0) -> Found:
         "logp": old + rng.normal(0, 0.25, mask.shape) * mask,
         "near": old + rng.normal(0, 1e-3, mask.shape) * mask,
         "rollout": old - rng.normal(0, 0.4, mask.shape) * mask,
-    }
+    } | make_values(mask, rng)
+
+
+def make_values(mask: Array, rng: np.random.Generator) -> Found:
+    """For a critic: which tokens of a row were sampled (the last one always is), values at the start of a step and now."""
+    ends = mask.cumsum(axis=1) == mask.sum(axis=1, keepdims=True)
+    sampled = mask * np.where(ends, 1, rng.integers(0, 2, mask.shape))
+    values = rng.normal(0, 1, mask.shape) * sampled
+    return {"sampled": sampled, "values": values, "values_now": values + rng.normal(0, 0.3, mask.shape) * sampled}
 
 
 # --- ours
@@ -90,6 +99,27 @@ def ours(batch: Found) -> Found:
     for name, (fields, logp) in our_losses().items():
         loss, gradient = our_loss(batch, LearnerSpec.model_validate(fields), logp)
         found[f"loss/{name}"], found[f"gradient/{name}"] = loss, gradient
+    return found | our_critic(batch)
+
+
+GAMMA, GAE_LAMBDA, VALUE_CLIP = 0.99, 0.95, 0.2
+
+
+def our_critic(batch: Found) -> Found:
+    """Advantages, returns, and the critic's loss as a mean over tokens."""
+    from miles_core.learner.critic import Targets, gae, value_loss, whitening
+
+    inside = batch["sampled"] > 0
+    raw = np.zeros_like(batch["values"])
+    for row, reward in enumerate(batch["rewards"].ravel()):
+        raw[row, inside[row]] = gae(batch["values"][row, inside[row]], float(reward), GAMMA, GAE_LAMBDA)
+    mean, scale = whitening(raw[inside])
+    returns = (raw + batch["values"]) * inside
+    values = torch.from_numpy(batch["values_now"]).requires_grad_()
+    targets = Targets(torch.from_numpy(batch["values"]), torch.from_numpy(returns))
+    loss = value_loss(values, targets, torch.from_numpy(inside), VALUE_CLIP)[0] / inside.sum()
+    found: Found = {"advantage/gae": (raw - mean) * scale * inside, "returns/gae": returns}
+    keep(found, "critic", loss, values)
     return found
 
 
@@ -130,7 +160,22 @@ def our_loss(batch: Found, spec: Any, name: str) -> tuple[Array, Array]:
 
 def verl_side(batch: Found, our: Found) -> Found:
     """verl 0.9.1. A loss gets our advantages and weights, so that their differences do not show twice."""
-    return verl_advantages_and_weights(batch) | verl_losses(batch, our)
+    return verl_advantages_and_weights(batch) | verl_losses(batch, our) | verl_critic(batch, our)
+
+
+def verl_critic(batch: Found, our: Found) -> Found:
+    """A gap costs nothing there either: values and carry pass over it."""
+    from verl.trainer.ppo import core_algos
+
+    sampled, values = torch.from_numpy(batch["sampled"]), torch.from_numpy(batch["values"])
+    last = sampled * (sampled.cumsum(dim=1) == sampled.sum(dim=1, keepdim=True))
+    scores = last * torch.from_numpy(batch["rewards"]).reshape(-1, 1)
+    advantages, returns = core_algos.compute_gae_advantage_return(scores, values, sampled, GAMMA, GAE_LAMBDA)
+    found: Found = {"advantage/gae": (advantages * sampled).numpy(), "returns/gae": (returns * sampled).numpy()}
+    now = torch.from_numpy(batch["values_now"]).requires_grad_()
+    loss, _ = core_algos.compute_value_loss(now, torch.from_numpy(our["returns/gae"]), values, sampled, VALUE_CLIP)
+    keep(found, "critic", loss, now)
+    return found
 
 
 def verl_advantages_and_weights(batch: Found) -> Found:

@@ -7,6 +7,7 @@ adapter in FAMILIES. A dense model, or a mixture of a family without an adapter,
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,14 +35,17 @@ class Family(Protocol):
         ...
 
 
-class Qwen3Moe:
-    """Softmax over all experts in float32, the k largest, scaled to sum 1 where the config says so."""
+class Softmax:
+    """Softmax over all experts in float32, the k largest, scaled to sum 1 where the family or its config says so."""
+
+    def __init__(self, module: str, name: str) -> None:
+        """The router's class, by the module it is in."""
+        self._module, self._name = module, name
 
     def find(self, model: Any) -> tuple[torch.nn.Module, ...]:
         """See Family."""
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
-
-        return tuple(module for module in model.modules() if isinstance(module, Qwen3MoeTopKRouter))
+        kind = getattr(importlib.import_module(f"transformers.models.{self._module}"), self._name)
+        return tuple(module for module in model.modules() if isinstance(module, kind))
 
     def chosen(self, output: Any) -> torch.Tensor:
         """See Family."""
@@ -50,15 +54,19 @@ class Qwen3Moe:
 
     def choose(self, router: Any, output: Any, ids: torch.Tensor) -> Any:
         """See Family. With the router's own ids the answer is the router's own, bit for bit."""
-        logits = output[0]
+        logits, own = output[:2]
         weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, ids)
-        if router.norm_topk_prob:
+        if getattr(router, "norm_topk_prob", True):
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return logits, weights.to(logits.dtype), ids
+        return logits, weights.to(own.dtype), ids
 
 
-FAMILIES: dict[str, Family] = {"qwen3_moe": Qwen3Moe()}
-"""Adapters by the config's model_type."""
+FAMILIES: dict[str, Family] = {
+    "qwen3_moe": Softmax("qwen3_moe.modeling_qwen3_moe", "Qwen3MoeTopKRouter"),
+    "olmoe": Softmax("olmoe.modeling_olmoe", "OlmoeTopKRouter"),
+    "mixtral": Softmax("mixtral.modeling_mixtral", "MixtralTopKRouter"),
+}
+"""Adapters by the config's model_type. Mixtral has no switch for the scaling: it always scales."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from miles_core.grading.scaler import BatchScaler
 from miles_core.learner.checkpoints import newest_valid, save_checkpoint
 from miles_core.learner.consume import BatchFeed, read_batch
 from miles_core.learner.episodes import Rows, row_advantages
+from miles_core.learner.moderation import pull_factor, pull_weights
 from miles_core.policy.lineage import Lineage
 from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, digest_entries, probe_dtype, tensor_entries
 from miles_core.policy.publisher import Publisher
@@ -197,11 +198,15 @@ class Learner:
 
     def _train(self, batch: Batch, rows: Rows, replay: bool) -> StepDone:
         crash_point("learner", "before_train", batch.step, self._context.attempt)
+        spec = self._context.recipe.learner
         rewards, kl_weights, scaler_metrics = self._scale(batch.step, rows)
         with self._timed("train"):
             advantages, found = row_advantages(rows, rewards, self._context.recipe)
+            kl_weights = pull_weights(spec, batch.staleness, kl_weights, len(rows.trajectories))
             metrics = self._trainer.train(rows.trajectories, advantages, batch.step, batch.staleness, kl_weights)
             metrics |= scaler_metrics | found
+            if spec.kl_coef > 0:
+                metrics["kl_coef"] = spec.kl_coef * pull_factor(spec, batch.staleness)
             self._take_weights()
         self._step = batch.step
         self._context.progress += 1

@@ -20,11 +20,25 @@ import torch
 
 from miles_core.errors import MilesError
 from miles_core.learner.batching import context_length
-from miles_core.routers import Routers
+from miles_core.routers import FAMILIES, Routers, find_routers
 from miles_core.trajectories.schema import Trajectory
 
 COLD = 0.1
 """An expert with less than this share of an even load is cold."""
+
+
+def freeze_routers(model: Any) -> None:
+    """Their weights stay those of the base model. Nothing happens to a dense model; a mixture whose routers are not known is
+    refused (MilesError): they would be trained in silence."""
+    routers = find_routers(model)
+    if routers is not None:
+        for module in routers.modules:
+            module.requires_grad_(False)
+    elif getattr(model.config, "num_experts_per_tok", None) is not None:
+        raise MilesError(
+            f"learner.freeze_router: the routers of the family {model.config.model_type} are not known here (there are "
+            f"{', '.join(FAMILIES)}); set freeze_router: false to train them, or add an adapter in miles_core/routers.py"
+        )
 
 
 class RoutingReplay:

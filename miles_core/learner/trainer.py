@@ -42,7 +42,8 @@ from miles_core.learner.corrections import cut_tokens, mismatch_metrics
 from miles_core.learner.critic import CHECKPOINT_TAG as CRITIC_TAG
 from miles_core.learner.critic import Critic, Targets, ValueModel
 from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
-from miles_core.learner.routing import RoutingReplay, changed_metric, load_metrics, without_replay
+from miles_core.learner.moderation import rate_factor
+from miles_core.learner.routing import RoutingReplay, changed_metric, freeze_routers, load_metrics, without_replay
 from miles_core.learner.segments import Segments
 from miles_core.recipe import CriticSpec, LearnerSpec
 from miles_core.records import FileDigest
@@ -313,14 +314,8 @@ class Trainer:
 
 
 def learning_rate(spec: LearnerSpec, step: int, staleness: int = 0) -> float:
-    """Of the policy."""
+    """Of the policy; see moderation.py."""
     return spec.lr * rate_factor(spec, step, staleness)
-
-
-def rate_factor(spec: LearnerSpec, step: int, staleness: int = 0) -> float:
-    """Linear over the first `ramp_steps` steps (from 1), then constant; for a batch of staleness s divided by 1 + a s with
-    a = `staleness_slowdown` (staleness-aware async SGD, arXiv 1511.05950, has a = 1 and counts staleness from 1)."""
-    return min(1.0, step / max(1, spec.ramp_steps)) / (1 + spec.staleness_slowdown * staleness)
 
 
 def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -349,7 +344,10 @@ def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: st
 
     logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    return _engine_around(Policy(_load_model(model_folder, dtype), replay=spec.routing_replay), spec, dtype)
+    policy = Policy(_load_model(model_folder, dtype), replay=spec.routing_replay)
+    if spec.freeze_router:
+        freeze_routers(policy.model)
+    return _engine_around(policy, spec, dtype)
 
 
 def _load_model(folder: Path, dtype: Dtype) -> Any:
@@ -366,9 +364,8 @@ def _engine_around(module: torch.nn.Module, spec: LearnerSpec, dtype: Dtype) -> 
 
     # No dropout: a ratio is of two policies, not of two masks.
     module.eval()
-    optimizer = torch.optim.AdamW(
-        module.parameters(), lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay
-    )
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(spec, dtype, module))
     engine.checkpoint_engine = EngineFiles()
     # A script for people, which it would copy into every checkpoint while the ranks wait.

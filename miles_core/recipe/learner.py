@@ -50,6 +50,8 @@ class LearnerSpec(Closed):
     """Training steps of linear warm-up."""
     staleness_slowdown: float = Field(default=0.0, ge=0)
     """a: a batch of staleness s is trained at lr / (1 + a s) (sources O17). 0: at lr."""
+    staleness_pull: float = Field(default=0.0, ge=0)
+    """b: a batch of staleness s is pulled to the base model with kl_coef x (1 + b s) (sources O17). Needs `kl_coef`."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW beta1."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -105,6 +107,9 @@ class LearnerSpec(Closed):
     """For a mixture of experts: rollout records the experts of each token, the learner's forward pass takes the same ones
     (sources R6, L3). Without effect on a dense model, which has no experts; so it is one switch for all recipes, and a
     recipe need not know what is in `model.path`. False: the learner's routers choose anew, nothing is recorded."""
+    freeze_router: bool = True
+    """For a mixture of experts: its routers keep the base model's weights (sources L9; the MiMo report's cure for routers that
+    collapse). Without effect on a dense model."""
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO stage; without one, it neither sums bfloat16 gradients in float32 nor reports the gradient norm."""
 
@@ -119,6 +124,11 @@ class LearnerSpec(Closed):
             raise ValueError(
                 f"learner.loss_divisor_tokens is the divisor of aggregation: constant, but aggregation is {self.aggregation}; "
                 f"remove one of the two"
+            )
+        if self.staleness_pull > 0 and self.kl_coef == 0:
+            raise ValueError(
+                f"learner.staleness_pull={self.staleness_pull} strengthens the pull towards the base model, but kl_coef is 0; "
+                f"set kl_coef or staleness_pull: 0"
             )
         if self.critic is not None and self.advantage != "gae":
             raise ValueError(

@@ -27,7 +27,7 @@ from miles_core.rollout.prefixes import HeldPrefixes
 from miles_core.rollout.slots import ATTENTION, Ints, Pack, SlotCache
 from miles_core.routers import find_routers
 
-SUPPORTED = ("llama", "qwen3", "qwen3_moe")
+SUPPORTED = ("llama", "mixtral", "olmoe", "qwen3", "qwen3_moe")
 PREFILL_TOKENS_PER_STEP = 512
 """Unread tokens read in one step beside the decoding rows, so that a step stays short; one longer chunk is read whole."""
 LOGPROB_SEQUENCES = 16
@@ -284,6 +284,10 @@ def _check_model(config: Any, max_tokens: int) -> None:
     """Refuses what the slot attention does not compute. Raises RecipeError."""
     if config.model_type not in SUPPORTED:
         raise RecipeError(f"model: the torch engine runs {', '.join(SUPPORTED)}, not {config.model_type!r}")
+    if getattr(config, "sliding_window", None) is not None:
+        raise RecipeError(
+            f"model: the torch engine runs full attention only, the config has a window of {config.sliding_window}"
+        )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise RecipeError(f"model: the torch engine runs full attention only, the config has {', '.join(sorted(kinds))}")

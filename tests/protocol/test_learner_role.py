@@ -476,3 +476,22 @@ def test_a_successor_scales_rewards_as_its_predecessor_did(tmp_path):
     assert expected.steps[6].metrics["reward_var_after"] > expected.steps[6].metrics["reward_var_before"] > 0
     assert read_lineage(crashed, crashed_paths).steps[6].metrics == expected.steps[6].metrics
     assert expected.steps[6].mean_reward == 0.5
+
+
+def test_the_pull_to_the_base_model_grows_with_the_staleness_of_the_batch(prepared):
+    """Batch k was sampled by the base model, so its staleness is k - 1; a replay has the same."""
+    run, paths, _ = prepared
+    learner = run.recipe.learner.model_copy(update={"kl_coef": 0.1, "staleness_pull": 0.5})
+    run = run.model_copy(update={"recipe": run.recipe.model_copy(update={"learner": learner})})
+    seen = {}
+
+    class Listening(FakeTrainer):
+        def train(self, trajectories, advantages, step, staleness, kl_weights):
+            seen[step] = kl_weights
+            return super().train(trajectories, advantages, step, staleness, kl_weights)
+
+    run_learner(run, paths, trainer=Listening())
+    assert seen[1] is None
+    assert [seen[step].tolist() for step in (2, 3, 6)] == [[1.5] * 4, [2.0] * 4, [3.5] * 4]
+    steps = read_lineage(run, paths).steps
+    assert [steps[step].metrics["kl_coef"] for step in (1, 3)] == pytest.approx([0.1, 0.2])

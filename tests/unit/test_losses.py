@@ -11,6 +11,7 @@ import torch
 
 from miles_core.learner.advantages import advantages
 from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
+from miles_core.presets import PRESETS
 from miles_core.recipe import LearnerSpec
 from tests.unit.objective_reference import CORRECTIONS, LOSSES, Array, Case, Result, Weights, grpo_paper, random_case
 
@@ -85,6 +86,43 @@ def test_a_clipped_token_gives_no_gradient_but_with_cispo() -> None:
         assert found.clipped == (sum(case.lengths) if objective == "cispo" else case.lengths[0])
 
 
+def frozen_loss(objective: str, tokens: Tokens, totals: Totals) -> torch.Tensor:
+    """Every preset's loss with `tis` as it is, in one piece: whoever changes an operation or its order sees it here."""
+    preset = PRESETS[objective]  # type: ignore[index]
+    rows, logp, old = tokens.rows, tokens.logp, tokens.logp_old
+    sizes = torch.zeros(tokens.num_rows).index_add(0, rows, torch.ones_like(logp))[rows]
+    log_ratio = logp - old
+    if objective == "gspo":
+        mean = torch.zeros(tokens.num_rows).index_add(0, rows, log_ratio.detach())[rows] / sizes
+        log_ratio = mean + logp - logp.detach()
+    ratio = log_ratio.clamp(-20, 20).exp()
+    bounded = ratio.clamp(1 - preset.clip_low, 1 + preset.clip_high)
+    if objective == "cispo":
+        gain = bounded.detach() * tokens.advantages * logp
+    else:
+        gain = torch.minimum(ratio * tokens.advantages, bounded * tokens.advantages)
+    per_token = -(old - tokens.logp_rollout).clamp(-20, 20).exp().clamp(max=2.0) * gain
+    if preset.aggregation == "sequence_mean":
+        return (per_token / sizes).sum() / totals.rows
+    return per_token.sum() / (totals.tokens if preset.aggregation == "token_mean" else totals.rows * 72)
+
+
+@pytest.mark.parametrize("objective", LOSSES)
+def test_loss_and_gradient_of_every_objective_are_as_ever_to_the_last_bit(objective: str) -> None:
+    spec, case = spec_of(objective), random_case(7, drift=1e-3 if objective == "gspo" else 0.3)
+    columns = {name: getattr(flatten(case, spec), name).detach() for name in ("logp", "logp_old", "logp_rollout", "advantages")}
+    totals, results = totals_of(case, spec), []
+    for call in (lambda tokens: policy_loss(tokens, totals, spec).loss, lambda tokens: frozen_loss(objective, tokens, totals)):
+        single = {name: column.float() for name, column in columns.items()}
+        single["logp"].requires_grad_()
+        tokens = replace(flatten(case, spec), **single)
+        loss = call(tokens)
+        loss.backward()
+        assert tokens.logp.grad is not None
+        results.append((loss.detach(), tokens.logp.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
 @pytest.mark.parametrize("objective", LOSSES)
 def test_microbatches_add_up(objective: str) -> None:
     case, spec = random_case(3), spec_of(objective)
@@ -123,10 +161,10 @@ def test_extreme_values_stay_finite_and_are_counted(objective: str, correction: 
 
 @pytest.mark.parametrize("objective", LOSSES)
 def test_extreme_ratios_without_an_advantage_give_exact_zeros(objective: str) -> None:
-    logp = torch.tensor([1000.0, -1000.0, math.inf, math.nan], requires_grad=True)
-    zeros = torch.zeros(4)
-    tokens = Tokens(logp, zeros, zeros, zeros, torch.ones(4, dtype=torch.bool), torch.tensor([0, 1, 2, 3]), 4)
-    found = policy_loss(tokens, Totals(4, 4), spec_of(objective))
+    logp = torch.tensor(EXTREMES, requires_grad=True)
+    zeros = torch.zeros(5)
+    tokens = Tokens(logp, zeros, zeros, zeros, torch.ones(5, dtype=torch.bool), torch.tensor([0, 1, 2, 3, 4]), 5)
+    found = policy_loss(tokens, Totals(5, 5), spec_of(objective))
     found.loss.backward()
     assert float(found.loss.detach()) == 0 and logp.grad is not None and not logp.grad.any()
 

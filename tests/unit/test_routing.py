@@ -13,18 +13,18 @@ import torch
 from miles_core.errors import MilesError
 from miles_core.learner.batching import Microbatch, microbatches
 from miles_core.learner.corrections import mismatch_metrics
-from miles_core.learner.routing import COLD, changed_metric, load_metrics
+from miles_core.learner.routing import COLD, changed_metric, freeze_routers, load_metrics
 from miles_core.learner.trainer import UNREPLAYED_EVERY, Policy, Trainer
 from miles_core.recipe import LearnerSpec
 from miles_core.records import Version
 from miles_core.rollout.engine import Request
 from miles_core.rollout.torch_engine import TorchEngine
-from miles_core.routers import Experts, find_routers
+from miles_core.routers import FAMILIES, Experts, find_routers
 from miles_core.trajectories.schema import Trajectory
 from tests.unit.test_batching import trajectory
 from tests.unit.test_expert_record import own_choices
-from tests.unit.test_trainer import assert_same_bytes, finish, make_batch, start
-from tests.unit.tiny_models import save_tiny_model, tiny_model
+from tests.unit.test_trainer import assert_same_bytes, finish, make_batch, sealed, start
+from tests.unit.tiny_models import MIXTURES, Kind, save_tiny_model, tiny_model
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
 
@@ -318,7 +318,7 @@ def test_deepspeed_replays_through_all_its_stages(folder: Path, stage: int) -> N
     sampled_by = mixture(seed=1)
     rows, advantages = recorded_batch(sampled_by)
     spec = LearnerSpec.model_validate(
-        {"minibatches": 1, "microbatch": 3, "zero_stage": stage, "grad_clip": 1e9, "tis_cap": 9e9}
+        {"minibatches": 1, "microbatch": 3, "zero_stage": stage, "grad_clip": 1e9, "tis_cap": 9e9, "freeze_router": False}
     )
     metrics = Trainer(folder, spec, "float32").train(rows, advantages, 1)
     model = mixture()
@@ -340,7 +340,7 @@ def test_the_same_records_give_the_same_bytes_and_other_records_others(folder: P
     own = recorded_batch(mixture())[0]
 
     def trained(experts_of: list[Trajectory]) -> dict[str, torch.Tensor]:
-        trainer = Trainer(folder, LearnerSpec(lr=1e-3, ramp_steps=0), "float32")
+        trainer = Trainer(folder, LearnerSpec(lr=1e-3, ramp_steps=0, freeze_router=False), "float32")
         trainer.train([replace(row, experts=other.experts) for row, other in zip(rows, experts_of, strict=True)], advantages, 1)
         return trainer.state_tensors()
 
@@ -390,3 +390,86 @@ def test_two_ranks_replay_as_one(folder: Path, tmp_path: Path) -> None:
         assert metrics["routing_changed_frac"] == expected["routing_changed_frac"]
         for name, tensor in alone.state_tensors().items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
+
+
+# --- families, and routers that stay as they are
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_every_family_weighs_replayed_experts_as_its_router_weighs_its_own(kind: Kind, normalised: bool) -> None:
+    """Against float64, with the gradient of the router's weights; its own choice again is its own answer, bit for bit."""
+    changes = {} if kind == "mixtral" else {"norm_topk_prob": normalised}
+    routers = find_routers(tiny_model(kind, **changes))
+    assert routers is not None and (len(routers.modules), routers.num_experts, routers.top_k) == (LAYERS, EXPERTS, TOP_K)
+    router: Any = routers.modules[1]
+    hidden = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    output = router(hidden)
+    again = routers.family.choose(router, output, routers.family.chosen(output))
+    assert all(torch.equal(mine, own) for mine, own in zip(again, output, strict=True))
+    ids = torch.arange(14).reshape(7, 2) % EXPERTS
+    _, weights, _ = routers.family.choose(router, output, ids)
+    exact = router.weight.detach().double().requires_grad_()
+    expected = (hidden.double() @ exact.T).softmax(dim=-1).gather(-1, ids)
+    if kind == "mixtral" or normalised:
+        expected = expected / expected.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+    slope = torch.linspace(-1, 1, 14).reshape(7, 2)
+    (weights * slope).sum().backward()
+    (expected * slope).sum().backward()
+    assert exact.grad is not None and exact.grad.norm() > 1e-3
+    torch.testing.assert_close(router.weight.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "mixtral"])
+def test_other_families_are_recorded_and_replayed(kind: Kind) -> None:
+    model, other = tiny_model(kind), tiny_model(kind, seed=1)
+    batch = only_batch(rows_of(model))
+    policy = Policy(model)
+    assert torch.equal(run(policy, batch), run(policy, batch.without_record()))
+    moved = Policy(other)
+    found = run(moved, batch)
+    assert moved.routing is not None and moved.routing.changed[0] / moved.routing.changed[1] > 0.3
+    assert (run(moved, batch.without_record()) - found).abs().max() > 1e-3
+    engine = TorchEngine(model, end_id=-1, slots=2, max_tokens=64, version=Version(0, 0), record_experts=True)
+    engine.add(Request("a", (8, 9, 10), 12, 1.0, seed=0))
+    turns = []
+    while engine.running:
+        turns += engine.step()
+    (turn,) = turns
+    tokens = torch.tensor([8, 9, 10, *turn.tokens])
+    np.testing.assert_array_equal(turn.experts, own_choices(tiny_model(kind), tokens[:-1]))
+
+
+def router_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in trainer.state_tensors().items() if name.endswith("gate.weight")}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_routers_keep_the_base_models_weights_unless_told_otherwise(folder: Path, tmp_path: Path, stage: int) -> None:
+    """Over a checkpoint, too; everything else is trained."""
+    rows, advantages = recorded_batch(mixture(seed=1))
+    spec = LearnerSpec.model_validate({"lr": 1e-2, "ramp_steps": 0, "zero_stage": stage})
+    trainer = Trainer(folder, spec, "float32")
+    before, routers = trainer.state_tensors(), router_weights(trainer)
+    assert len(routers) == LAYERS
+    trainer.train(rows, advantages, 1)
+    trainer.save(tmp_path)
+    resumed = Trainer(folder, spec, "float32")
+    resumed.load(tmp_path, sealed(tmp_path))
+    for each in (trainer, resumed):
+        each.train(rows, advantages, 2)
+        assert_same_bytes(router_weights(each), routers)
+    after = resumed.state_tensors()
+    assert_same_bytes(trainer.state_tensors(), after)
+    assert all(torch.equal(after[name], before[name]) == (name in routers) for name in before)
+    free = Trainer(folder, spec.model_copy(update={"freeze_router": False}), "float32")
+    free.train(rows, advantages, 1)
+    assert not any(torch.equal(tensor, routers[name]) for name, tensor in router_weights(free).items())
+
+
+def test_a_mixture_of_unknown_routers_is_refused_unless_they_are_to_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze_routers(tiny_model("llama"))
+    monkeypatch.delitem(FAMILIES, "olmoe")
+    with pytest.raises(MilesError, match=r"family olmoe are not known here .*set freeze_router: false"):
+        freeze_routers(tiny_model("olmoe"))

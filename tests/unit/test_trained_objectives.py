@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from miles_core.learner.advantages import advantages
 from miles_core.learner.batching import Microbatch
 from miles_core.learner.losses import PolicyLoss, Totals
+from miles_core.learner.moderation import pull_factor, pull_weights
 from miles_core.learner.trainer import Trainer
 from miles_core.presets import PRESETS, Objective
 from miles_core.recipe import LearnerSpec
@@ -168,6 +169,17 @@ def test_a_stale_batch_is_trained_at_the_lower_rate(folder: Path) -> None:
     assert slowed.train(*make_batch(1), 1, staleness=2)["lr"] == spec.lr / 2
     fresh.train(*make_batch(1), 1, staleness=0)
     assert_same_bytes(slowed.state_tensors(), fresh.state_tensors())
+
+
+def test_a_stale_batch_is_pulled_harder_to_the_base_model() -> None:
+    plain, stale = LearnerSpec(kl_coef=0.1), LearnerSpec(kl_coef=0.1, staleness_pull=0.5)
+    weights = np.array([0.5, 1.0])
+    assert (pull_factor(stale, 0), pull_factor(stale, 1), pull_factor(stale, 4), pull_factor(plain, 4)) == (1, 1.5, 3, 1)
+    assert pull_weights(stale, 0, None, 2) is None and pull_weights(plain, 4, None, 2) is None
+    assert pull_weights(plain, 4, weights, 2) is weights
+    assert pull_weights(stale, 4, None, 2).tolist() == [3, 3] and pull_weights(stale, 4, weights, 2).tolist() == [1.5, 3]
+    with pytest.raises(ValueError, match=r"staleness_pull=0.5 strengthens the pull .* kl_coef is 0"):
+        LearnerSpec(staleness_pull=0.5)
 
 
 # --- the pull towards the base model

@@ -11,6 +11,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -20,7 +24,15 @@ from transformers import (
 
 torch.set_num_threads(1)  # on a busy machine a second thread makes matrices this small many times slower
 
-Kind = Literal["qwen3", "qwen3_moe", "llama"]
+Kind = Literal["qwen3", "qwen3_moe", "llama", "olmoe", "mixtral"]
+MIXTURES: tuple[Kind, ...] = ("qwen3_moe", "olmoe", "mixtral")
+_MAKERS: dict[Kind, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+}
 SPECIAL = ("<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<tool_call>", "</tool_call>")
 PLAIN_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -112,16 +124,19 @@ def tiny_config(kind: Kind, **changes: Any) -> Any:
     }
     if kind == "qwen3_moe":
         sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    makers = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
-    return makers[kind](**(sizes | changes))
+    elif kind == "olmoe":
+        del sizes["head_dim"]
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2}
+    elif kind == "mixtral":
+        sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+    return _MAKERS[kind][0](**(sizes | changes))
 
 
 def tiny_model(kind: Kind = "qwen3", seed: int = 0, **changes: Any) -> Any:
     """A randomly initialised causal language model in float32, in eval mode."""
-    makers = {"qwen3": Qwen3ForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "llama": LlamaForCausalLM}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return makers[kind](tiny_config(kind, **changes)).eval()
+        return _MAKERS[kind][1](tiny_config(kind, **changes)).eval()
 
 
 def save_tiny_model(folder: Path, kind: Kind = "qwen3", seed: int = 0, **changes: Any) -> Path:
