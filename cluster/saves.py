@@ -70,17 +70,19 @@ def unfit_save(profile: ClusterProfile, recipe: Recipe, base_model: Path, measur
     if profile.kind != "slurm":
         return ""
     if measured_s:
-        needed_s, how = statistics.median(measured_s), f"the median of the {len(measured_s)} that this run has saved"
+        needed_s = statistics.median(measured_s)
+        takes = f"{needed_s:.1f} s (median of {len(measured_s)} measured in this run)"
     else:
         parameters = num_parameters(base_model)
         if profile.write_mib_s is None or parameters is None:
             return ""
         mib = rank_bytes(recipe, profile.resources_for("learner").ranks, parameters) / 2**20
-        needed_s, how = mib / profile.write_mib_s, f"{mib:.0f} MiB by one rank at write_mib_s={profile.write_mib_s:g}"
+        needed_s = mib / profile.write_mib_s
+        takes = f"at least {needed_s:.1f} s ({mib:.0f} MiB by one rank at write_mib_s={profile.write_mib_s:g})"
     if needed_s <= lead_s:
         return ""
     return (
-        f"a checkpoint takes the learner at least {needed_s:.1f} s ({how}), but a job is told to leave only "
+        f"a checkpoint takes the learner {takes}, but a job is told to leave only "
         f"slurm.signal_lead_s={lead_s} s ahead of its limit or its preemption, so it could never save in time: set "
         f"signal_lead_s of the cluster profile to {math.ceil(_LEAD_PER_SAVE * needed_s)} (less than "
         f"resources.learner.time_min), or take a quicker filesystem as runs_root"
@@ -89,9 +91,10 @@ def unfit_save(profile: ClusterProfile, recipe: Recipe, base_model: Path, measur
 
 def rank_bytes(recipe: Recipe, ranks: int, parameters: int) -> int:
     """What the rank with the most to write puts into a checkpoint: the optimizer's state is parted over the ranks; the weights
-    are written by rank 0, or in ZeRO stage 3 not beside their master copy."""
+    are written by rank 0, or in ZeRO stage 3 not beside their master copy. A critic is a second model."""
     weight_bytes = 0 if recipe.learner.zero_stage == 3 else {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
-    return weight_bytes * parameters + MASTER_BYTES * parameters // ranks
+    models = 1 if recipe.learner.critic is None else 2
+    return models * (weight_bytes * parameters + MASTER_BYTES * parameters // ranks)
 
 
 def num_parameters(folder: Path) -> int | None:

@@ -61,6 +61,7 @@ def test_a_model_that_cannot_be_read_has_no_number(tmp_path: Path, content: byte
         ((), 4, 4 + 3),
         (("learner.zero_stage=2", "model.dtype=bfloat16"), 2, 2 + 6),
         (("learner.zero_stage=3",), 4, 3),
+        (("learner.objective=ppo",), 1, 32),
     ],
 )
 def test_bytes_of_the_rank_that_writes_most(settings: tuple[str, ...], ranks: int, expected: int) -> None:
@@ -83,7 +84,7 @@ def test_what_the_run_measured_counts_more_than_the_estimate(
     tmp_path: Path, measured_s: tuple[float, ...], is_refused: bool
 ) -> None:
     said = unfit_save(profile(mib_s=1e-6), load_recipe("chain_sum"), model(tmp_path), measured_s)
-    assert bool(said) == is_refused and (not said or "61.0 s (the median of the 2 that this run has saved)" in said)
+    assert bool(said) == is_refused and (not said or "takes the learner 61.0 s (median of 2 measured in this run)" in said)
 
 
 class Away(SlurmScheduler):
