@@ -1,6 +1,6 @@
 """What a kill costs: one of two rollout replicas, against the whole allocation at once; into benchmarks/kill_one_or_all.json.
 
-    .venv/bin/python benchmarks/kill_one_or_all.py [--cluster devslurm] [--window-s 120] [--repeat 3]
+    PYTHONPATH=. .venv/bin/python benchmarks/kill_one_or_all.py [--cluster devslurm] [--window-s 120] [--repeat 3]
 
 One run of agent_load.yaml: two replicas whose episodes wait for tools, so that all slots are full and the CPU mostly idles.
 Once it is steady the arms take turns, the first of them changing. `one`: SIGKILL to one replica, which the supervisor
@@ -49,7 +49,7 @@ HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "agent_load.yaml"
 VICTIM = "rollout-0"
 DEADLINE_S = 600.0
-BASE_S = 40.0
+BASE_S = 20.0
 """Of steady work, right before the longest episode that a kill could throw away."""
 STEP_S = 0.1
 Spans = list[list[tuple[float, float]]]
