@@ -283,6 +283,23 @@ def test_errors_at_the_start_and_later_do_not_end_the_heartbeat(started: list[Ro
     assert until(beats) and not role.leave.is_set()
 
 
+def test_who_begins_to_serve_says_so_long_before_the_next_renewal_is_due(started: list[RoleContext]) -> None:
+    role = fast_context(server(), lease_s=8e5)
+    started.append(role)
+    role.start()
+
+    def said() -> str | None:
+        heartbeat = read_heartbeat(faulty(role), PATHS.heartbeats, "learner-0", 1)
+        return None if heartbeat is None else f"{heartbeat.counter} {heartbeat.state}"
+
+    for state, expected in (("waiting", "1 starting"), ("serving", "2 serving"), ("serving, waiting: version 3", "2 serving")):
+        role.say(state)
+        assert until(lambda expected=expected: said() == expected)  # type: ignore[misc]
+    role.say("leaving")
+    role.say("serving")
+    assert until(lambda: said() == "3 serving")
+
+
 def test_a_heartbeat_that_ends_by_a_fault_of_ours_makes_the_role_leave(
     started: list[RoleContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
