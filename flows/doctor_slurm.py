@@ -103,6 +103,20 @@ def judge_role(profile: ClusterProfile, role: str, wanted: Resources, partitions
     yield from (bad(name, seen, fix) for seen, fix in faults)
     if not faults:
         yield ok(name, f"fits {partition.name}: {_asks(wanted)}, {wanted.time_min} min of {_minutes(partition.max_time_min)}")
+    if role == "learner":
+        yield from _preemption(profile, partition)
+
+
+def _preemption(profile: ClusterProfile, partition: Partition) -> Iterator[Finding]:
+    """The learner's warning of a preemption is the partition's, not the profile's; what is not saved within it is lost."""
+    if partition.preempts in ("REQUEUE", "CANCEL") and partition.grace_s < profile.slurm.signal_lead_s:
+        yield warn(
+            "learner preemption",
+            f"{partition.name} may preempt it ({partition.preempts}) {partition.grace_s:.0f} s after a warning (GraceTime), "
+            f"less than slurm.signal_lead_s {profile.slurm.signal_lead_s} s",
+            "set resources.learner.partition to one that is not preempted, or lower learner.checkpoint_every: steps since the "
+            "last checkpoint are trained again",
+        )  # fmt: skip
 
 
 def _partition(wanted: Resources, partitions: Mapping[str, Partition]) -> Partition | None:

@@ -47,6 +47,10 @@ class Partition:
     accounts: frozenset[str] | None
     qos: frozenset[str] | None
     shapes: tuple[Shape, ...] = ()
+    preempts: str = "OFF"
+    """What becomes of a job that a better one displaces: OFF (nothing displaces it), REQUEUE, CANCEL, SUSPEND ..."""
+    grace_s: float = 0.0
+    """Between the warning of a preemption and its end."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,8 @@ def parse_partitions(text: str, shapes: Mapping[str, tuple[Shape, ...]]) -> dict
                 name=name, is_default=values.get("Default") == "YES", state=values.get("State", ""),
                 max_time_min=parse_minutes(values.get("MaxTime", "")), max_nodes=_count(values.get("MaxNodes", "")),
                 accounts=_names(values.get("AllowAccounts", "ALL")), qos=_names(values.get("AllowQos", "ALL")),
-                shapes=shapes.get(name, ()),
+                shapes=shapes.get(name, ()), preempts=values.get("PreemptMode", "OFF"),
+                grace_s=float(values["GraceTime"]) if values.get("GraceTime", "").isdigit() else 0.0,
             )  # fmt: skip
     return found
 

@@ -52,6 +52,9 @@ DATABASE = {"AccountingStorageType": "accounting_storage/slurmdbd", "MinJobAge":
 
 
 def test_a_site_that_offers_everything_is_all_well() -> None:
+    spot = partition("spot", preempts="REQUEUE", grace_s=60.0)
+    found = list(judge(profile(resources={"learner": {"partition": "spot"}}), facts(partition(), spot)))
+    assert set(verdicts(found).values()) == {"ok"}, found
     found = list(
         judge(profile(resources={"learner": {"partition": "gpu", "gpus": 4, "tasks": 4, "cpus": 4}}), facts(partition(), GPU))
     )
@@ -108,6 +111,7 @@ def test_what_cannot_work_is_bad_and_says_what_to_change(
     ("changes", "site", "name", "verdict"),
     [
         ({"scheduler_poll_s": 1.0}, {}, "queries", "warn"),
+        ({}, {"partitions": {"main": partition(preempts="CANCEL", grace_s=59.0)}}, "learner preemption", "warn"),
         ({"scheduler_poll_s": 120.0}, {}, "ended jobs", "warn"),
         ({}, {"config": {}}, "accounting", "unknown"),
         ({}, {"config": {}}, "ended jobs", "unknown"),

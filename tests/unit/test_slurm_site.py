@@ -34,8 +34,8 @@ PARTITIONS = """\
 PartitionName=rollout AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A DefaultTime=NONE \
 MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 Nodes=n[1-3] PreemptMode=OFF State=UP TotalCPUs=12 TotalNodes=3 \
 TRES=cpu=12,mem=750G
-PartitionName=gpu AllowGroups=ALL AllowAccounts=lab,other AllowQos=normal Default=NO MaxNodes=2 MaxTime=1-00:00:00 State=DRAIN \
-TotalNodes=2
+PartitionName=gpu AllowGroups=ALL AllowAccounts=lab,other AllowQos=normal Default=NO GraceTime=20 MaxNodes=2 \
+MaxTime=1-00:00:00 PreemptMode=REQUEUE State=DRAIN TotalNodes=2
 """
 SHAPES = "rollout*|3|4|256000|gpu:4|(null)\ngpu|2|64|515000+|gpu:a100:4(S:0-1),gpu:h100:2|fast,ib\ngpu|1|8|1000|(null)|(null)\n"
 
@@ -48,6 +48,7 @@ def test_configuration_partitions_and_kinds_of_nodes() -> None:
     assert rollout.is_default and rollout.state == "UP" and math.isinf(rollout.max_time_min) and rollout.accounts is None
     assert rollout.shapes == (Shape(3, 4, 256000, 4, frozenset()),)
     assert (gpu.is_default, gpu.state, gpu.max_time_min, gpu.max_nodes) == (False, "DRAIN", 1440, 2)
+    assert (rollout.preempts, gpu.preempts, gpu.grace_s) == ("OFF", "REQUEUE", 20.0)
     assert gpu.accounts == {"lab", "other"} and gpu.qos == {"normal"}
     assert gpu.shapes == (Shape(2, 64, 515000, 6, frozenset({"fast", "ib"})), Shape(1, 8, 1000, 0, frozenset()))
 
