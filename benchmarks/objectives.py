@@ -37,6 +37,7 @@ Found = dict[str, Array]
 NOTES = {
     ("advantage/group_std", "verl 0.9.1"): "std + 1e-4 here, + 1e-6 there",
     ("advantage/batch_whitened", "verl 0.9.1"): "1e-8 in the mean's divisor there",
+    ("advantage/gae", "verl 0.9.1"): "1e-8 in the mean's divisor there",
     **{
         (f"{what}/{name}", "verl 0.9.1"): "1e-8 in a row's length there"
         for what in ("loss", "gradient")
