@@ -72,7 +72,11 @@ def log_tail(paths: RunPaths, writer: str, attempt: int, lines: int = 20) -> str
 
     Of several ranks the first one's log: it says which rank was lost, in the words of rank 0 or of srun.
     """
-    folder = paths.logs(writer, attempt)
+    return tail_of_log(paths.logs(writer, attempt), lines)
+
+
+def tail_of_log(folder: Path, lines: int = 20) -> str:
+    """The same of a folder with logs."""
     try:
         files = sorted(folder.glob("*_0.out"), key=lambda path: path.stat().st_mtime)
         return _tail_of(files[-1], lines) if files else f"(no log in {folder})"

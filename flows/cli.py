@@ -243,6 +243,9 @@ def export(
     run: RunName,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make; it must not exist yet.")],
     step: Annotated[int | None, typer.Option(min=0, help="Policy version to export; the newest without it.")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with model.lora: only the adapter, in PEFT's layout; else it is merged.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Writes a policy version as a model folder in Hugging Face layout, with a model card; also while the run goes on."""
@@ -250,8 +253,37 @@ def export(
     from miles_core.run import read_run
 
     run_config, paths = read_run(find_run(run))
-    record = export_version(run_config, paths, folder.expanduser().absolute(), step)
+    record = export_version(run_config, paths, folder.expanduser().absolute(), step, adapter=adapter)
     print(json.dumps(record, indent=2) if as_json else f"{folder}: version {record['step']} of {record['run_id']}")
+
+
+@app.command()
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model folder, RUN or RUN@STEP.", autocompletion=complete_run)
+    ],
+    cluster: ClusterName = "local",
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Whose tasks; those of the run without it.", autocompletion=complete_recipe),
+    ] = None,
+    family: Annotated[str | None, typer.Option(help="Tasks of this family with its defaults; see --set.")] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out tasks.")] = 256,
+    samples: Annotated[int, typer.Option(min=0, max=1024, help="Samples of each task beside the greedy answer.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the samples.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=1000, help="Of the sampling.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; that of the run's rollout without it.")] = None,
+    settings: Annotated[list[str], typer.Option("--set", metavar="environment.b=c", help="Change the tasks.")] = [],  # noqa: B006
+    cancel: Annotated[bool, typer.Option("--cancel", help="End the job of this evaluation; what is done stays.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Scores a model on held-out tasks, as a job: greedy, mean, pass@k, with error bars. Asked again it goes on, or answers."""
+    from flows import evaluating
+
+    asked = evaluating.Asked(model, recipe, family, tuple(settings), problems, samples, temperature, seed, dtype)
+    if cancel:
+        raise typer.Exit(evaluating.cancel(asked, cluster))
+    raise typer.Exit(evaluating.evaluate(asked, cluster, as_json=as_json))
 
 
 @app.command()

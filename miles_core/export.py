@@ -2,8 +2,9 @@
 
 Invariants: the weights are those of an accepted version, proved by its digests, anchor or delta alike; the folder appears
 whole or not at all, and one that is there is never written to. Everything but weights and card is copied from the base
-model: configuration, tokenizer, chat template. Failure: a run without that version, or a target that exists, is a
-RunDirectoryError that names what there is.
+model: configuration, tokenizer, chat template. The version of an adapter's run is merged into its base model, or goes out
+alone as a folder that PEFT and vLLM add to it. Failure: a run without that version, or a target that exists, is a
+RunDirectoryError that names what there is; an adapter whose base model is another one now is a DigestMismatch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from miles_core.base_model import check_base_model
 from miles_core.errors import RunDirectoryError
 from miles_core.paths import RunPaths
 from miles_core.policy.local_copy import read_version
@@ -25,32 +27,44 @@ from miles_core.store.publish import temp_path
 from miles_core.tracking.ledger import Ledger, read_ledger
 from miles_core.tracking.summary import summarize
 
+if TYPE_CHECKING:
+    import torch
+
 WEIGHTS, CARD, RECORD = "model.safetensors", "README.md", "miles_export.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt", ".pth")
 """Weights of the base model; its README is not ours either."""
 
 
-def export_version(run: RunConfig, paths: RunPaths, target: Path, step: int | None = None) -> dict[str, Any]:
+def export_version(
+    run: RunConfig, paths: RunPaths, target: Path, step: int | None = None, *, adapter: bool = False
+) -> dict[str, Any]:
     """Writes version `step` (default: the newest) to the folder `target`; returns what RECORD holds.
 
+    `adapter`: only the adapter, in PEFT's layout.
     Raises RunDirectoryError, DigestMismatch, DeadlineExceeded, OSError.
     """
     if target.exists():
         raise RunDirectoryError(f"{target} is there already: an export never writes into a folder; give a name that is free")
+    lora = run.recipe.model.lora
+    if adapter and lora is None:
+        raise RunDirectoryError(f"{paths.root} trains all weights (model.lora is null), so it has no adapter to export")
     ledger = read_ledger(run, paths)
-    published = _find(ledger, paths, step)
+    published = find_version(ledger, paths, step)
     tensors, manifest = read_version(paths, run.run_id, published, ledger.steps)
     record = _record(run, published, manifest)
+    if lora is not None:
+        check_base_model(run, paths)
+        tensors = _adapter_only(tensors) if adapter else _merged(run, paths, tensors)
     fs = FileSystem()
     temp = temp_path(target)
     try:
         fs.mkdir(temp)
-        _copy_base(paths.base_model, temp)
-        header, order = safetensors_header({name: to_raw(tensor) for name, tensor in tensors.items()})
-        with (temp / WEIGHTS).open("xb") as file:
-            file.write(header)
-            for name in order:
-                file.write(to_raw(tensors[name]).data.data)
+        if lora is not None and adapter:
+            _write_adapter_config(run, paths, temp, tensors)
+        else:
+            _copy_base(paths.base_model, temp)
+        _write_tensors(temp / (ADAPTER_WEIGHTS if adapter else WEIGHTS), tensors)
         (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         (temp / CARD).write_text(model_card(run, summarize(ledger, paths), record))
         for path in (*temp.iterdir(), temp):
@@ -62,7 +76,8 @@ def export_version(run: RunConfig, paths: RunPaths, target: Path, step: int | No
     return record
 
 
-def _find(ledger: Ledger, paths: RunPaths, step: int | None) -> Published:
+def find_version(ledger: Ledger, paths: RunPaths, step: int | None) -> Published:
+    """The published version of a step (None: the newest) that is still there. Raises RunDirectoryError."""
     found = ledger.steps.newest_published if step is None else ledger.steps.published_at(step)
     if found is None or found.folder in ledger.deleted:
         kept = [record for record in ledger.steps.published.values() if record.folder not in ledger.deleted]
@@ -83,7 +98,37 @@ def _record(run: RunConfig, published: Published, manifest: PolicyManifest) -> d
         "dtype": run.recipe.model.dtype,
         "base_model_digest": run.base_model_digest,
         "code_digest": run.code_digest,
+        "adapter": None if manifest.adapter is None else manifest.adapter.model_dump(),
     }
+
+
+def _merged(run: RunConfig, paths: RunPaths, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from miles_core.adapters import merged_model
+
+    model = run.recipe.model
+    assert model.lora is not None
+    return merged_model(paths.base_model, model.lora, model.dtype, tensors)
+
+
+def _adapter_only(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from miles_core.adapters import peft_tensors
+
+    return peft_tensors(tensors)
+
+
+def _write_adapter_config(run: RunConfig, paths: RunPaths, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from miles_core.adapters import peft_config
+
+    assert run.recipe.model.lora is not None
+    (folder / "adapter_config.json").write_text(peft_config(run.recipe.model.lora, tensors, str(paths.base_model.resolve())))
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    header, order = safetensors_header({name: to_raw(tensor) for name, tensor in tensors.items()})
+    with path.open("xb") as file:
+        file.write(header)
+        for name in order:
+            file.write(to_raw(tensors[name]).data.data)
 
 
 def _copy_base(base: Path, folder: Path) -> None:
@@ -95,11 +140,12 @@ def _copy_base(base: Path, folder: Path) -> None:
 def model_card(run: RunConfig, summary: dict[str, Any], record: dict[str, Any]) -> str:
     """The card: what it is, how it was made, what was measured, and every digest that proves it."""
     environment, evaluation, reward = run.recipe.environment, summary["eval"], summary["reward"]
-    after = evaluation["greedy_after"] if record["step"] == run.recipe.steps else None
+    after = next((point["greedy"] for point in evaluation["points"] if point["step"] == record["step"]), None)
     model = run.recipe.model
     base = model.path or (f"package {model.package}" if model.package else f"made by the warm-up {model.bootstrap}")
     prompt = "the question alone" if environment.prompt is None else environment.prompt.model_dump_json()
     options = json.dumps(environment.options, sort_keys=True)
+    what = "weights" if record["adapter"] is None else "adapter of the base model"
     return f"""---
 tags: [reinforcement-learning]
 ---
@@ -118,13 +164,13 @@ State of the run when exported: {summary["state"]}.
 | sampled reward | {_show(reward["first5"])} (first 5 steps) to {_show(reward["last5"])} (last 5 steps of the run) |
 | seed | {run.recipe.seed} |
 
-One run of one seed: no claim of significance. A version between the first and the last has no score of its own.
+One run of one seed: no claim of significance; of two equal scores `miles evaluate` on more tasks tells more.
 
 ## Lineage
 
 | | |
 |---|---|
-| weights (xxh3-128 over all tensors) | `{record["weights_digest"]}` |
+| {what} (xxh3-128 over all tensors) | `{record["weights_digest"]}` |
 | learner attempt | {record["learner_attempt"]} |
 | base model | `{record["base_model_digest"]}` |
 | code | `{record["code_digest"]}` |

@@ -22,6 +22,7 @@ import xxhash
 
 from cluster.epoch import check_same_cluster
 from cluster.profile import ClusterProfile
+from miles_core.base_model import model_files, weights_digest
 from miles_core.environments.registry import check_environment
 from miles_core.errors import RecipeError, RunDirectoryError
 from miles_core.paths import RunPaths, check_trusted
@@ -30,7 +31,7 @@ from miles_core.records import FileDigest
 from miles_core.run import RunConfig, read_run
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import publish_exclusive, temp_path
-from tasks.provenance import gather, model_files, weights_digest
+from tasks.provenance import gather
 
 log = logging.getLogger("miles")
 
@@ -71,6 +72,16 @@ def ensure_base_model(recipe: Recipe) -> Path:
     Raises RecipeError, for tasks too.
     """
     check_environment(recipe.environment)
+    folder = _base_model(recipe)
+    if recipe.model.lora is not None:
+        # Only here: it imports torch.
+        from miles_core.adapters import check_lora
+
+        check_lora(folder, recipe.model.lora)
+    return folder
+
+
+def _base_model(recipe: Recipe) -> Path:
     if recipe.model.bootstrap is not None:
         return _made(recipe.model.bootstrap, recipe.environment)
     if recipe.model.package is not None:

@@ -14,24 +14,20 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from miles_core.errors import RecipeError
+from miles_core.base_model import describe_file
 from miles_core.masking import mask_arguments, mask_lines, secret_values
 from miles_core.provenance import Data, Git, Provenance, Submitter
 from miles_core.recipe import EnvironmentSpec
 from miles_core.records import FileDigest
 from miles_core.runtime.machine import read_machine
 from miles_core.store.lease import UNKNOWN
-from miles_core.store.publish import digest_file
 
-MODEL_SUFFIXES = frozenset({".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"})
-"""Weights, tokenizer, configuration, chat template and model code of a folder in Hugging Face layout."""
-WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 MAX_DIFF_CHARACTERS = 256 << 10
 _GIT_S = 30.0
 _DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative")
@@ -71,31 +67,6 @@ def installed_packages() -> dict[str, str]:
         if distribution.metadata["Name"]
     }
     return dict(sorted({**found, "python": platform.python_version()}.items()))
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def model_files(folder: Path) -> tuple[FileDigest, ...]:
-    """Size and xxh3-128 of every file of a model folder that decides what the model says, by name. RecipeError, OSError."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.is_file())
-    if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
-        raise RecipeError(f"{folder} has no *.safetensors (or *.gguf) file: it is not a model folder")
-    return tuple(map(_file_digest, files))
-
-
-def weights_digest(files: Iterable[FileDigest]) -> str:
-    """xxh3-128 over names and digests of the weight files among `files`."""
-    state = xxhash.xxh3_128()
-    for suffix in WEIGHT_SUFFIXES:
-        for file in files:
-            if file.name.endswith(suffix):
-                state.update(f"{file.name} {file.digest}\n".encode())
-    return state.hexdigest()
-
-
-def _file_digest(path: Path) -> FileDigest:
-    return FileDigest(name=path.name, size_bytes=path.stat().st_size, digest=digest_file(path))
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -159,7 +130,7 @@ def _named_files(value: Any) -> Iterator[FileDigest]:
         try:
             path = Path(value).expanduser()
             if path.is_file():
-                yield _file_digest(path)
+                yield describe_file(path)
         except (OSError, RuntimeError, ValueError):  # no path at all, or one that may not be read
             return
 

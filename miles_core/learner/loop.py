@@ -30,7 +30,15 @@ from miles_core.learner.consume import BatchFeed, read_batch
 from miles_core.learner.episodes import Rows, row_advantages
 from miles_core.learner.moderation import pull_factor, pull_weights
 from miles_core.policy.lineage import Lineage
-from miles_core.policy.manifest import PROBE_TOLERANCE, Probe, TensorEntry, digest_entries, probe_dtype, tensor_entries
+from miles_core.policy.manifest import (
+    PROBE_TOLERANCE,
+    Probe,
+    TensorEntry,
+    adapter_of,
+    digest_entries,
+    probe_dtype,
+    tensor_entries,
+)
 from miles_core.policy.publisher import Publisher
 from miles_core.recipe import Closed
 from miles_core.records import Batch, FileDigest, StepDone, Version, digest_record
@@ -90,8 +98,9 @@ class Learner:
         scaler = context.recipe.learner.reward_scaler
         self._scaler = None if scaler is None else BatchScaler(scaler)
         self._publisher = Publisher(
-            context.fs, context.paths, context.recipe.policy, run_id=context.run.run_id, learner_token=context.token
-        )
+            context.fs, context.paths, context.recipe.policy, run_id=context.run.run_id, learner_token=context.token,
+            adapter=adapter_of(context.run),
+        )  # fmt: skip
         self._step = 0
         """Steps in the trainer's weights."""
         self._replay_until = -1

@@ -18,7 +18,7 @@ and the caller must not use them. Everything slow or fragile in DeepSpeed's star
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from miles_core.adapters import adapter_tensors, add_adapter, base_only
 from miles_core.errors import MilesError
 from miles_core.learner.batching import (
     Indexes,
@@ -45,7 +46,7 @@ from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_tota
 from miles_core.learner.moderation import rate_factor
 from miles_core.learner.routing import RoutingReplay, changed_metric, freeze_routers, load_metrics, without_replay
 from miles_core.learner.segments import Segments
-from miles_core.recipe import CriticSpec, LearnerSpec
+from miles_core.recipe import CriticSpec, LearnerSpec, LoraSpec
 from miles_core.records import FileDigest
 from miles_core.routers import find_routers
 from miles_core.trajectories.schema import Trajectory
@@ -92,12 +93,24 @@ class Policy(torch.nn.Module):
 class Trainer:
     """See module. Changes the process: initialises torch.distributed and asks torch for deterministic algorithms."""
 
-    def __init__(self, model_folder: Path, spec: LearnerSpec, dtype: Dtype, *, device: str = "cpu") -> None:
-        self._spec = spec
-        self._engine = _make_engine(model_folder, spec, dtype, device)
+    def __init__(
+        self,
+        model_folder: Path,
+        spec: LearnerSpec,
+        dtype: Dtype,
+        *,
+        device: str = "cpu",
+        lora: LoraSpec | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`lora`: what is trained instead of the model; its start follows from `seed`."""
+        self._spec, self._lora = spec, lora
+        self._engine = _make_engine(model_folder, spec, dtype, device, lora, seed)
         self._module: Policy = self._engine.module
         self._device: torch.device = self._engine.device
-        self._base = _base_policy(model_folder, dtype, self._device) if spec.kl_coef > 0 else None
+        self._base: Callable[[Microbatch], torch.Tensor] | None = None
+        if spec.kl_coef > 0:
+            self._base = _base_policy(model_folder, dtype, self._device) if lora is None else self._without_adapter
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._critic = None if spec.critic is None else self._make_critic(model_folder, spec.critic, dtype)
         self._engines = {CHECKPOINT_TAG: self._engine} | ({} if self._critic is None else {CRITIC_TAG: self._critic.engine})
@@ -152,15 +165,16 @@ class Trainer:
         return results
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """A copy of the weights in CPU memory under their Hugging Face names, in the model's dtype; tied ones once.
+        """A copy of what is trained in CPU memory, in the model's dtype, on rank 0; the other ranks get nothing.
 
-        On rank 0; the other ranks get nothing.
+        The weights under their Hugging Face names, tied ones once; or the adapter alone (adapters.py).
         """
-        with _gathered(self._module, self._spec.zero_stage):
+        adapter = adapter_tensors(self._module.model)
+        with _gathered(list(adapter.values()) or list(self._module.parameters()), self._spec.zero_stage):
             if self._rank:
                 return {}
             unique: dict[int, tuple[str, torch.Tensor]] = {}
-            for name, tensor in self._module.model.state_dict(keep_vars=True).items():
+            for name, tensor in (adapter or self._module.model.state_dict(keep_vars=True)).items():
                 unique.setdefault(id(tensor), (name, tensor))
             return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in unique.values()}
 
@@ -170,7 +184,7 @@ class Trainer:
         Raises OSError when all ranks are through with each other, so that all may save again.
         """
         for tag, engine in self._engines.items():
-            engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+            engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=self._lora is not None)
         return tuple(name for engine in self._engines.values() for name in _files_of(engine).write(folder))
 
     def load(self, folder: Path, files: Sequence[FileDigest]) -> None:
@@ -183,7 +197,9 @@ class Trainer:
             )
         for tag, engine in self._engines.items():
             _files_of(engine).expect(folder, files)
-            engine.load_checkpoint(str(folder), tag=tag)
+            # Of an adapter's run the frozen base model is not in it.
+            is_whole = self._lora is None or engine is not self._engine
+            engine.load_checkpoint(str(folder), tag=tag, load_module_strict=is_whole)
 
     def _make_critic(self, model_folder: Path, spec: CriticSpec, dtype: Dtype) -> Critic:
         engine = _engine_around(ValueModel(_load_model(model_folder, dtype)), self._spec, dtype)
@@ -297,7 +313,15 @@ class Trainer:
             **({} if self._base is None else {"kl_base": kl_base / tokens}),
         }
 
+    def _without_adapter(self, micro: Microbatch) -> torch.Tensor:
+        """[N] the base model's logprobs, with its own routing."""
+        with torch.no_grad(), base_only(self._module.model):
+            logprobs: torch.Tensor = self._engine(micro.without_record())[0]
+        return logprobs
+
     def _loss(self, micro: Microbatch, logp_old: torch.Tensor, totals: Totals) -> PolicyLoss:
+        # First: what the forward pass with gradient leaves in the model belongs to its backward pass.
+        logp_base = None if self._base is None else self._base(micro)
         logp, _ = self._engine(micro)
         tokens = Tokens(
             logp=logp,
@@ -307,7 +331,7 @@ class Trainer:
             mask=micro.mask,
             rows=micro.rows,
             num_rows=micro.tokens.shape[0],
-            logp_base=None if self._base is None else self._base(micro)[0],
+            logp_base=logp_base,
             kl_weights=micro.kl_weights,
         )
         return policy_loss(tokens, totals, self._spec)
@@ -338,16 +362,18 @@ def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
 # Start
 
 
-def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: str) -> Any:
+def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: str, lora: LoraSpec | None, seed: int) -> Any:
     _join_process_group(device)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    policy = Policy(_load_model(model_folder, dtype), replay=spec.routing_replay)
+    model = _load_model(model_folder, dtype)
     if spec.freeze_router:
-        freeze_routers(policy.model)
-    return _engine_around(policy, spec, dtype)
+        freeze_routers(model)
+    if lora is not None:
+        add_adapter(model, lora, seed)
+    return _engine_around(Policy(model, replay=spec.routing_replay), spec, dtype)
 
 
 def _load_model(folder: Path, dtype: Dtype) -> Any:
@@ -357,7 +383,7 @@ def _load_model(folder: Path, dtype: Dtype) -> Any:
 
 
 def _engine_around(module: torch.nn.Module, spec: LearnerSpec, dtype: Dtype) -> Any:
-    """DeepSpeed's engine with AdamW; the learning rate is set by each step."""
+    """DeepSpeed's engine with AdamW over what is not frozen; the learning rate is set by each step."""
     import deepspeed
 
     from miles_core.learner.engine_files import EngineFiles
@@ -366,7 +392,7 @@ def _engine_around(module: torch.nn.Module, spec: LearnerSpec, dtype: Dtype) -> 
     module.eval()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(spec, dtype, module))
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(spec, dtype, trained))
     engine.checkpoint_engine = EngineFiles()
     # A script for people, which it would copy into every checkpoint while the ranks wait.
     engine._copy_recovery_script = lambda save_dir: None
@@ -378,14 +404,15 @@ def _files_of(engine: Any) -> EngineFiles:
     return files
 
 
-def _base_policy(model_folder: Path, dtype: Dtype, device: torch.device) -> Policy:
-    """The base model as it is, whole on every rank, with its own routing; for KL only, so without gradient."""
-    return Policy(_load_model(model_folder, dtype), replay=False).eval().requires_grad_(False).to(device)
+def _base_policy(model_folder: Path, dtype: Dtype, device: torch.device) -> Callable[[Microbatch], torch.Tensor]:
+    """[N] logprobs by the base model as it is, whole on every rank, with its own routing; for KL only, so without gradient."""
+    policy = Policy(_load_model(model_folder, dtype), replay=False).eval().requires_grad_(False).to(device)
+    return lambda micro: policy(micro)[0]
 
 
-def _engine_config(spec: LearnerSpec, dtype: Dtype, module: torch.nn.Module) -> dict[str, Any]:
+def _engine_config(spec: LearnerSpec, dtype: Dtype, trained: Sequence[torch.Tensor]) -> dict[str, Any]:
     # DeepSpeed allocates a whole bucket in every backward pass, however small the model is.
-    bucket = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in module.parameters()))
+    bucket = min(MAX_BUCKET_ELEMENTS, sum(parameter.numel() for parameter in trained))
     return {
         "train_micro_batch_size_per_gpu": 1,
         # Updates are cut by step() alone: their number of microbatches varies.
@@ -423,11 +450,11 @@ def _join_process_group(device: str) -> None:
     deepspeed.init_distributed(dist_backend=backend)
 
 
-def _gathered(module: Policy, zero_stage: int) -> AbstractContextManager[Any]:
+def _gathered(parameters: list[torch.Tensor], zero_stage: int) -> AbstractContextManager[Any]:
     """Whole parameters while inside; only stage 3 parts them."""
     if zero_stage < 3:
         return nullcontext()
     import deepspeed
 
-    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(module.parameters()))
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
     return gathered

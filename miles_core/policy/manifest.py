@@ -20,6 +20,7 @@ from miles_core.policy.delta import Codec
 from miles_core.policy.tensors import RawTensor, to_raw
 from miles_core.recipe import Closed
 from miles_core.records import FileDigest, Version
+from miles_core.run import RunConfig
 from miles_core.store.publish import digest_bytes
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ class Base(Closed):
 
     version: Version
     weights_digest: str
+
+
+class AdapterEntry(Closed):
+    """What a version is an adapter of: its tensors are A and B of miles_core/adapters.py."""
+
+    rank: int
+    alpha: float
+    base_digest: str
+    """Of the base model's weight files, as run.json names them."""
 
 
 class Change(Closed):
@@ -102,6 +112,8 @@ class PolicyManifest(Closed):
     probe: Probe
     learner_token: str
     """Token of the learner attempt that published it."""
+    adapter: AdapterEntry | None = None
+    """None: the tensors are the whole model."""
 
     @model_validator(mode="after")
     def _delta_is_whole(self) -> Self:
@@ -114,6 +126,12 @@ class PolicyManifest(Closed):
         if strange:
             raise ValueError(f"{strange[0]} changes into something that is not this version's")
         return self
+
+
+def adapter_of(run: RunConfig) -> AdapterEntry | None:
+    """What every version of a run is an adapter of; None if a version is the whole model."""
+    lora = run.recipe.model.lora
+    return None if lora is None else AdapterEntry(rank=lora.rank, alpha=lora.alpha, base_digest=run.base_model_digest)
 
 
 def raw_entries(tensors: Mapping[str, RawTensor]) -> tuple[TensorEntry, ...]:

@@ -23,6 +23,7 @@ from miles_core.policy.manifest import (
     DELTA_NAME,
     MANIFEST_NAME,
     WEIGHTS_NAME,
+    AdapterEntry,
     Base,
     Change,
     PolicyManifest,
@@ -80,9 +81,19 @@ class Prepared:
 class Publisher:
     """The versions of one learner attempt, one after the other."""
 
-    def __init__(self, fs: FileSystem, paths: RunPaths, spec: PolicySpec, *, run_id: str, learner_token: str) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        paths: RunPaths,
+        spec: PolicySpec,
+        *,
+        run_id: str,
+        learner_token: str,
+        adapter: AdapterEntry | None = None,
+    ) -> None:
+        """`adapter`: what the tensors are an adapter of; None: they are the whole model."""
         self._fs, self._paths, self._spec = fs, paths, spec
-        self._run_id, self._learner_token = run_id, learner_token
+        self._run_id, self._learner_token, self._adapter = run_id, learner_token, adapter
         self._chain: _Chain | None = None
 
     def prepare(
@@ -95,7 +106,7 @@ class Publisher:
         raw = {name: to_raw(tensor) for name, tensor in tensors.items()}
         plain = PolicyManifest(
             run_id=self._run_id, version=version, weights_digest=digest_entries(entries), tensors=entries, probe=probe,
-            files=(), learner_token=self._learner_token,
+            files=(), learner_token=self._learner_token, adapter=self._adapter,
         )  # fmt: skip
         full_bytes = _full_bytes(plain, raw)
         delta = self._delta(plain, raw, full_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from miles_core.recipe.closed import Closed
 from miles_core.recipe.environment import AgentSpec, EnvironmentSpec, GraderSpec, GradeWeightsSpec, PromptSpec
 from miles_core.recipe.learner import CriticSpec, LearnerSpec, RewardScalerSpec
-from miles_core.recipe.model import EvaluationSpec, ModelSpec, PolicySpec, RetentionSpec
+from miles_core.recipe.model import EvaluationSpec, LoraSpec, ModelSpec, PolicySpec, RetentionSpec
 from miles_core.recipe.reading import CONFIGS, apply_overrides, explain, find_config, load_recipe, read_yaml
 from miles_core.recipe.rollout import OrchestratorSpec, RolloutPool, RolloutSpec
 from miles_core.recipe.run import Recipe, TrackingSpec
@@ -25,6 +25,7 @@ __all__ = [
     "GradeWeightsSpec",
     "GraderSpec",
     "LearnerSpec",
+    "LoraSpec",
     "ModelSpec",
     "OrchestratorSpec",
     "PolicySpec",

@@ -92,7 +92,7 @@ class LearnerSpec(Closed):
     """A row with a token whose weight is under this counts for nothing; 1e-4 is usual. Default: off."""
     kl_coef: float = Field(default=0.0, ge=0)
     """beta of the k3 estimate of KL(policy || base model) in a token's loss. Over 0: every rank keeps the base model in memory
-    and asks it for the logprobs of every row, also of those without signal."""
+    (with `model.lora` it has it anyway) and asks it for the logprobs of every row, also of those without signal."""
     critic: CriticSpec | None = None
     """Settings of the critic that `advantage: gae` (objective `ppo`) has; null: its defaults, and no critic elsewhere."""
     reward_scaler: RewardScalerSpec | None = None

@@ -9,6 +9,22 @@ from pydantic import Field, model_validator
 from miles_core.recipe.closed import Closed
 
 
+class LoraSpec(Closed):
+    """A low-rank adapter, which is trained and published instead of the whole model (miles_core/adapters.py)."""
+
+    rank: int = Field(default=16, ge=1)
+    """Columns of B and rows of A."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter counts alpha / rank times."""
+    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Linear layers that get one, by the last part of their names, for example [q_proj, v_proj]; null: all but the head."""
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied with."""
+        return self.alpha / self.rank
+
+
 class ModelSpec(Closed):
     """The base model: a folder or hub id, a warm-up that makes one from scratch, or an installed package that holds one.
 
@@ -26,6 +42,9 @@ class ModelSpec(Closed):
     says how calls are written. null: by the template in the model's folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the learner's forward pass and of the published weights."""
+    lora: LoraSpec | None = None
+    """Trains an adapter and leaves the base model as it is; `{}` turns it on with its defaults. null: all weights are trained.
+    An adapter wants a learning rate about ten times higher (3e-4)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -61,7 +80,10 @@ class RetentionSpec(Closed):
 
 
 class EvaluationSpec(Closed):
-    """Greedy evaluation of the first and the last version on held-out tasks."""
+    """Greedy evaluation of versions on held-out tasks: of the first and the last one, and of some between them."""
 
     problems: int = Field(default=256, ge=1)
     """Held-out tasks, from a seed range that training never draws."""
+    every: int | None = Field(default=None, ge=1)
+    """Also every so many steps. Training never waits: an evaluator that falls behind takes the newest of these that is
+    there and passes over the older ones, as over one that breaks. null: only the first and the last."""

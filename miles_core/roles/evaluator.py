@@ -1,7 +1,9 @@
-"""The evaluator's main: greedy evaluation of the first and the last version on held-out tasks (seeds 0..n-1, split eval).
+"""The evaluator's main: greedy evaluation of versions on held-out tasks (seeds 0..n-1, split eval).
+
+The first and the last version, and with `evaluation.every` some between them: of those that are due the newest that is there.
 
 It waits at half a second a poll and at low priority, so that it takes nothing from the roles that do the work. A point that
-an earlier attempt recorded is not made again. Ends:
+an earlier attempt recorded is not made again; one between the first and the last that breaks is passed over. Ends:
 
 - done after the point of the last step;
 - on a signal, or when no supervisor was seen for orphan_s, it leaves without a completion record;
@@ -20,10 +22,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from miles_core.errors import MilesError
-from miles_core.grading.base import Verifier, judged
+from miles_core.base_model import check_base_model
+from miles_core.errors import LeaseLost, MilesError
+from miles_core.evaluation.scoring import SLOTS, score_all, score_tasks
 from miles_core.policy.lineage import StepLog
 from miles_core.policy.local_copy import read_version
 from miles_core.policy.manifest import PolicyManifest
@@ -42,9 +45,6 @@ log = logging.getLogger("miles")
 LEARNER = "learner-0"
 POLL_S = 0.5
 LOOK_FOR_DONE_S = 5.0
-SLOTS = 64
-"""Tasks sampled at once; between two such parts the role looks whether it shall leave."""
-TRIES = 3
 NICENESS = 10
 
 
@@ -72,13 +72,16 @@ class GreedyScorer:
         from miles_core.rollout.torch_engine import TorchEngine
 
         recipe, folder = context.recipe, context.paths.base_model
+        if recipe.model.lora is not None:
+            check_base_model(context.run, context.paths)
         self._spec = recipe.environment
         self._environment = make_environment(self._spec, f"{context.run.run_id}.{context.writer}")
         self._verifier = make_verifier(self._spec)
         self._make = sampler_class(self._spec)
         self._renderer = make_renderer(folder, recipe.model)
         self._engine = TorchEngine.from_folder(
-            folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, end_id=self._renderer.end_id,
+            folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, lora=recipe.model.lora,
+            end_id=self._renderer.end_id,
             slots=min(SLOTS, recipe.evaluation.problems), max_tokens=self._spec.max_tokens, version=Version(-1, 0),
             device="cuda" if torch.cuda.is_available() else "cpu",
         )  # fmt: skip
@@ -90,21 +93,7 @@ class GreedyScorer:
 
     def score(self, seeds: Sequence[int]) -> list[float | None]:
         """The greedy answer's reward in [0, 1] for each task of the eval split; None without one."""
-        from miles_core.rollout.sampler import sample_many
-
-        rows = sample_many(
-            self._engine, self._environment, self._renderer, self._spec, seeds, split="eval", temperature=0.0, make=self._make
-        )
-        return [None if row.status == "failed" else value_or_none(self._verifier, row.task_seed, row.facts) for row in rows]
-
-
-def value_or_none(verifier: Verifier, task_seed: int, facts: dict[str, Any]) -> float | None:
-    """What a grader would give; None, and a line in the log, where it would give no grade."""
-    try:
-        return judged(verifier, task_seed, facts).value
-    except Exception as error:  # noqa: BLE001 - a verifier is foreign code; any failure of it is "no grade"
-        log.warning("evaluation task %d: no grade: %s: %s", task_seed, type(error).__name__, error)
-        return None
+        return score_tasks(self._engine, self._environment, self._renderer, self._spec, self._verifier, seeds, make=self._make)
 
 
 class Evaluator:
@@ -116,37 +105,46 @@ class Evaluator:
         self._learner = StepLog(context.follow(LEARNER), context.rollbacks)
 
     def run(self) -> None:
-        """Records both points, then the completion record; returns early when asked to leave. Raises MilesError, LeaseLost."""
+        """Records all points, then the completion record; returns early when asked to leave. Raises MilesError, LeaseLost."""
         journal, accepted = open_journal(self._context)
         versions = [item.record.version for item in accepted if isinstance(item.record, EvaluationPoint)]
         recorded = {version.step for version in versions if not self._context.rollbacks.abandons(version)}
-        for step in (0, self._context.recipe.steps):
-            if step in recorded:
-                continue
-            published = self._wait_for(step)
-            point = None if published is None else self._evaluate(published)
-            if point is None:
-                log.info("leaving before the point of step %d", step)
+        last = max(recorded, default=-1)
+        while last < self._context.recipe.steps:
+            published = self._wait_for(self._due_after(last))
+            point = None if published is None else self._evaluate_or_pass(published)
+            if published is None or (self._context.leave.is_set() and point is None):
+                log.info("leaving before the next point after that of step %d", last)
                 return
-            journal.write(point)
-            self._context.progress += 1
-            crash_point("evaluator", "after_point", step, self._context.attempt)
+            last = published.version.step
+            if point is not None:
+                journal.write(point)
+                self._context.progress += 1
+                crash_point("evaluator", "after_point", last, self._context.attempt)
         self._context.finish(journal, "completed")
 
-    def _wait_for(self, step: int) -> Published | None:
-        """The published version of a step; None when this role shall leave."""
+    def _due_after(self, step: int) -> list[int]:
+        """Steps of versions that are wanted next, ascending; of the first one nobody wants another first."""
+        steps, every = self._context.recipe.steps, self._context.recipe.evaluation.every
+        if step < 0:
+            return [0]
+        between = range(every, steps, every) if every is not None else ()
+        return [*(due for due in between if due > step), steps]
+
+    def _wait_for(self, due: Sequence[int]) -> Published | None:
+        """The published version of the highest of these steps that has one; None when this role shall leave."""
+        step = due[0]
         self._context.state = f"waiting: version {step}"
         watch = Watch(self._context, f"policy version {step}", max(POLL_S, self._context.timing.poll_s))
         looked = self._context.clock()
         done_since: float | None = None
         while not self._context.leave.is_set():
             self._poll()
-            published = self._learner.published_at(step)
-            if published is not None:
-                return published
+            if there := {version.step for version in self._learner.published}.intersection(due):
+                return self._learner.published_at(max(there))
             if self._context.clock() - looked >= LOOK_FOR_DONE_S:
                 looked = self._context.clock()
-                done_since = self._check_not_over(step, done_since)
+                done_since = self._check_not_over(due[-1], done_since)
             watch.pause()
         return None
 
@@ -174,6 +172,20 @@ class Evaluator:
             )
         return since
 
+    def _evaluate_or_pass(self, published: Published) -> EvaluationPoint | None:
+        """As _evaluate; None also where a version between the first and the last broke: its point is missed."""
+        step = published.version.step
+        try:
+            return self._evaluate(published)
+        except LeaseLost:
+            raise
+        except (MilesError, OSError, ValueError) as error:
+            if step in (0, self._context.recipe.steps):
+                raise
+            log.warning("no point of step %d: %s", step, error)
+            self._context.metrics.log("evaluation_missed", step=step, why=str(error)[:300])
+            return None
+
     def _evaluate(self, published: Published) -> EvaluationPoint | None:
         """The point of a version; None when this role shall leave. Raises MilesError."""
         version, problems = published.version, self._context.recipe.evaluation.problems
@@ -191,7 +203,7 @@ class Evaluator:
             self._scorer = self._make_scorer()
         self._scorer.load(tensors, manifest)
         self._context.version = version
-        values = self._score_all(self._scorer, range(problems))
+        values = score_all(self._scorer.score, range(problems), self._context.leave.is_set, self._advance)
         if values is None:
             return None
         point = EvaluationPoint(
@@ -208,25 +220,8 @@ class Evaluator:
         log.info("version %s: greedy score %.4f on %d problems, in %s", tuple(version), point.greedy_score, problems, dtype)
         return point
 
-    def _score_all(self, scorer: Scorer, seeds: Sequence[int]) -> list[float] | None:
-        """One value a seed, part by part; tasks without a grade are tried again. None when this role shall leave."""
-        values: dict[int, float] = {}
-        for _ in range(TRIES):
-            missing = [seed for seed in seeds if seed not in values]
-            for start in range(0, len(missing), SLOTS):
-                if self._context.leave.is_set():
-                    return None
-                part = missing[start : start + SLOTS]
-                answers = zip(part, scorer.score(part), strict=True)
-                values |= {seed: value for seed, value in answers if value is not None}
-                self._context.progress += len(part)
-        missing = [seed for seed in seeds if seed not in values]
-        if missing:
-            raise MilesError(
-                f"{len(missing)} of {len(seeds)} evaluation tasks broke {TRIES} times, first seeds {missing[:5]}: no grade is "
-                f"never a zero; look for `episode` and `no grade` in this role's log, or raise environment.tool_deadline_s"
-            )
-        return [values[seed] for seed in seeds]
+    def _advance(self, number: int) -> None:
+        self._context.progress += number
 
 
 def main(context: RoleContext) -> None:

@@ -13,14 +13,14 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from miles_core.base_model import check_base_model
 from miles_core.errors import MilesError, RunDirectoryError
 from miles_core.learner.loop import Learner
 from miles_core.learner.loop import Trainer as AnyTrainer
 from miles_core.learner.ranks import SILENT_S, Lead, Place, Sibling
 from miles_core.paths import RunPaths
 from miles_core.policy.manifest import probe_prompts
-from miles_core.recipe import Recipe
-from miles_core.run import read_run
+from miles_core.run import RunConfig, read_run
 from miles_core.runtime.context import RoleContext, exit_code_of, own_job_id, parse_arguments, run_role, start_logging
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def main(context: RoleContext) -> None:
     def start() -> AnyTrainer:
         from miles_core.learner.ranked import start_ranks
 
-        return start_ranks(lead, lambda device: make_trainer(context.paths, context.recipe, device))
+        return start_ranks(lead, lambda device: make_trainer(context.run, context.paths, device))
 
     try:
         if lead.gather(context):
@@ -58,17 +58,22 @@ def follow_rank_0(place: Place, argv: list[str] | None = None) -> int:
         link = Sibling(place, run, paths, arguments.attempt, token, own_job_id()).join()
         from miles_core.learner.ranked import follow
 
-        follow(link, place, arguments.attempt, lambda device: make_trainer(paths, run.recipe, device))
+        follow(link, place, arguments.attempt, lambda device: make_trainer(run, paths, device))
         return 0
 
     return exit_code_of(play)
 
 
-def make_trainer(paths: RunPaths, recipe: Recipe, device: str) -> Trainer:
-    """This rank's part of the trainer."""
+def make_trainer(run: RunConfig, paths: RunPaths, device: str) -> Trainer:
+    """This rank's part of the trainer. Raises DigestMismatch if it is to train an adapter of another base model."""
     from miles_core.learner.trainer import Trainer as DeepSpeedTrainer
 
-    return DeepSpeedTrainer(paths.base_model, recipe.learner, recipe.model.dtype, device=device)
+    recipe = run.recipe
+    if recipe.model.lora is not None:
+        check_base_model(run, paths)
+    return DeepSpeedTrainer(
+        paths.base_model, recipe.learner, recipe.model.dtype, device=device, lora=recipe.model.lora, seed=recipe.seed
+    )
 
 
 def read_vocabulary(context: RoleContext) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from miles_core.base_model import check_base_model
 from miles_core.recipe import RolloutPool
 from miles_core.records import Version
 from miles_core.run import rollout_writers
@@ -32,9 +33,11 @@ def main(context: RoleContext) -> None:
     from miles_core.rollout.worker import RolloutWorker
 
     recipe, folder = context.recipe, context.paths.base_model
+    if recipe.model.lora is not None:
+        check_base_model(context.run, context.paths)
     renderer = make_renderer(folder, recipe.model)
     engine = TorchEngine.from_folder(
-        folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, end_id=renderer.end_id,
+        folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, lora=recipe.model.lora, end_id=renderer.end_id,
         slots=pool_of(context).slots, max_tokens=recipe.environment.max_tokens, version=NOT_LOADED,
         record_experts=recipe.learner.routing_replay,
         device="cuda" if torch.cuda.is_available() else "cpu",

@@ -277,17 +277,20 @@ def sample_many(
     *,
     split: Split,
     temperature: float = 0.0,
+    draw: int = 0,
     producer: str = "evaluator",
     attempt: int = 0,
     make: Callable[..., Any] = Sampler,
 ) -> list[Trajectory]:
     """One trajectory per task seed, in the order of the seeds; greedy by default. Runs its own event loop to the end.
 
-    `make`: Sampler, or what is used like it.
+    `draw`: another one gives other samples of the same tasks. `make`: Sampler, or what is used like it.
     """
     sampler = make(engine, environment, renderer, spec, producer=producer, attempt=attempt)
     requests = [
-        SampleRequest(f"{split}-{number}-{seed}/0", f"{split}-{number}-{seed}", split, seed, split, seed, temperature)
+        SampleRequest(
+            f"{split}-{number}-{seed}/0", f"{split}-{number}-{seed}", split, seed, split, (draw << 32) + seed, temperature
+        )
         for number, seed in enumerate(seeds)
     ]
     return asyncio.run(_drain(sampler, requests))

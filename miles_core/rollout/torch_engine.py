@@ -19,7 +19,9 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
+from miles_core.adapters import Merger
 from miles_core.errors import MilesError, RecipeError
+from miles_core.recipe import LoraSpec
 from miles_core.records import Version
 from miles_core.rollout.engine import Finished, Request
 from miles_core.rollout.expert_record import ExpertRecord
@@ -39,7 +41,8 @@ class TorchEngine:
     """See module. `model` is taken over: its attention is exchanged and its gradients are switched off.
 
     `weights_dtype`: of the weights that are published for it; the engine casts them to its model's. `record_experts`: a
-    finished turn says which experts its positions went to; a dense model has none and pays nothing.
+    finished turn says which experts its positions went to; a dense model has none and pays nothing. `merger`: what is published
+    are adapters of its base weights.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class TorchEngine:
         version: Version,
         weights_dtype: str | None = None,
         record_experts: bool = False,
+        merger: Merger | None = None,
         device: str = "cpu",
     ) -> None:
         _check_model(model.config, max_tokens)
@@ -61,6 +65,7 @@ class TorchEngine:
         self._end_id = end_id
         self._max_tokens = max_tokens
         self._cache = SlotCache(model.config, slots=slots, positions=max_tokens, dtype=model.dtype, device=self._device)
+        self._merger = merger
         self._weights_dtype = model.dtype if weights_dtype is None else getattr(torch, weights_dtype)
         routers = find_routers(model) if record_experts else None
         self._experts = None if routers is None else ExpertRecord(routers, slots=slots, positions=max_tokens)
@@ -85,9 +90,19 @@ class TorchEngine:
         self._version_of = np.zeros((slots, max_tokens), dtype=np.int64)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, dtype: str, **settings: Any) -> TorchEngine:
-        """Loads a model folder in Hugging Face layout to compute in `dtype`; settings as for the class. Raises RecipeError."""
-        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)), **settings)
+    def from_folder(cls, folder: Path, *, dtype: str, lora: LoraSpec | None = None, **settings: Any) -> TorchEngine:
+        """Loads a model folder in Hugging Face layout to compute in `dtype`; settings as for the class. Raises RecipeError.
+
+        `lora`: what is published are adapters of this model.
+        """
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        merger = None
+        if lora is not None:
+            published = settings.get("weights_dtype") or dtype
+            is_same = published == dtype
+            base = model if is_same else AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, published))
+            merger = Merger(base, lora)
+        return cls(model, merger=merger, **settings)
 
     @property
     def free_slots(self) -> int:
@@ -237,11 +252,16 @@ class TorchEngine:
     def load_weights(self, tensors: dict[str, torch.Tensor], version: Version) -> None:
         """Exchanges all weights, or raises ValueError with the names at fault and exchanges none.
 
-        Names are those of the model's state_dict, the dtype is `weights_dtype`; of tied weights one name is enough.
+        Names are those of the model's state_dict, the dtype is `weights_dtype`; of tied weights one name is enough. Or they are
+        an adapter's (adapters.py), and the weights become what it makes of the base model's.
         """
-        own, given = match_weights(self._model, tensors, self._weights_dtype)
-        for name, parameter in own.items():
-            parameter.copy_(given[name])
+        if self._merger is not None:
+            for name, weight in self._merger.merged(tensors, self._device):
+                self._model.get_parameter(name).copy_(weight)
+        else:
+            own, given = match_weights(self._model, tensors, self._weights_dtype)
+            for name, parameter in own.items():
+                parameter.copy_(given[name])
         self._held.forget()
         self.version = Version(*version)
         self._versions.append(self.version)

@@ -32,7 +32,8 @@ def summarize(ledger: Ledger, paths: RunPaths) -> dict[str, Any]:
     steps = [ledger.steps.steps[step] for step in sorted(ledger.steps.steps) if step > 0]
     rewards, trained = [ledger.sampled_reward(step.step) for step in steps], [step.mean_reward for step in steps]
     staleness = [step.staleness for step in steps]
-    seconds = _seconds(ledger, paths)
+    seconds, newest = _seconds(ledger, paths), ledger.steps.newest_published
+    lora = ledger.run.recipe.model.lora
     return {
         "run_id": ledger.run.run_id,
         "state": ledger.state,
@@ -55,6 +56,8 @@ def summarize(ledger: Ledger, paths: RunPaths) -> dict[str, Any]:
         "policy": {
             "versions": len(ledger.steps.published),
             "bytes_published": sum(published.size_bytes for published in ledger.steps.published.values()),
+            "bytes_newest": None if newest is None else newest.size_bytes,
+            "adapter": None if lora is None else {"rank": lora.rank, "alpha": lora.alpha},
             "bytes_full": sum(published.full_bytes or published.size_bytes for published in ledger.steps.published.values()),
         },
         "disk": _disk(ledger),
@@ -71,6 +74,7 @@ def _evaluation(ledger: Ledger) -> dict[str, Any]:
         "greedy_before": None if before is None else before.greedy_score,
         "greedy_after": None if after is None else after.greedy_score,
         "n": ledger.run.recipe.evaluation.problems,
+        "points": [{"step": step, "greedy": point.greedy_score} for step, point in sorted(ledger.evaluations.items())],
         "abandoned": [
             {"step": point.version.step, "attempt": point.version.attempt, "greedy": point.greedy_score}
             for point in ledger.abandoned_evaluations

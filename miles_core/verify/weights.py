@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from miles_core.errors import DigestMismatch, MilesError
 from miles_core.policy.lineage import Lineage
 from miles_core.policy.local_copy import PolicyCopy
-from miles_core.policy.manifest import MANIFEST_NAME, PolicyManifest, digest_entries
+from miles_core.policy.manifest import MANIFEST_NAME, PolicyManifest, adapter_of, digest_entries
 from miles_core.records import CheckpointSaved, EvaluationPoint, Published, Version, digest_record
 from miles_core.store.publish import check_file, digest_file
 from miles_core.verify.joined import Joined
@@ -58,6 +58,8 @@ def _check_version_files(joined: Joined, record: Published, folder: Path) -> Non
         fault("version_foreign", record.folder, f"is version {tuple(manifest.version)} of run {manifest.run_id}")
     if digest_file(folder / MANIFEST_NAME) != record.manifest_digest:
         fault("version_manifest", record.folder, "manifest.json differs from the digest in the step journal")
+    if manifest.adapter != adapter_of(joined.run):
+        fault("version_adapter", record.folder, f"is an adapter {manifest.adapter}, recipe and base {adapter_of(joined.run)}")
     if not manifest.weights_digest == record.weights_digest == digest_entries(manifest.tensors):
         fault("weights_digest", record.folder, "manifest, its tensors and the step journal name different weights")
     for file in manifest.files:

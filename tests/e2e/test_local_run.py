@@ -103,8 +103,10 @@ def test_a_second_supervisor_is_refused_and_names_the_holder(tmp_path: Path) -> 
 
 
 def test_a_killed_learner_replays_to_the_same_bytes_and_nobody_else_is_touched(tmp_path: Path) -> None:
+    """With an adapter; tests/protocol/test_exact_resume.py does the same with all weights, at every place."""
     root = tmp_path / "runs" / "replay"
-    first = start_miles(tmp_path, *short_run_arguments("replay", "steps=12", "learner.checkpoint_every=5"))
+    settings = ("steps=12", "learner.checkpoint_every=5", "model.lora={rank: 8}", "evaluation.every=3")
+    first = start_miles(tmp_path, *short_run_arguments("replay", *settings))
     wait_for_step(root, 3)
     kill_role(root, "learner-0")
     assert first.wait(timeout=240) == 0, (tmp_path / "output").read_text()
@@ -112,6 +114,9 @@ def test_a_killed_learner_replays_to_the_same_bytes_and_nobody_else_is_touched(t
     assert attempts.pop("learner-0") == 2
     assert set(attempts.values()) == {1}
     assert miles(tmp_path, "verify", str(root)).returncode == 0
+    policy = summary_of(root)["policy"]
+    assert policy["adapter"] == {"rank": 8, "alpha": 32.0} and policy["bytes_newest"] < 300_000
+    assert set(point["step"] for point in summary_of(root)["eval"]["points"]) <= {0, 3, 6, 9, 12}
     replayed = digests_by_step(root)
     assert any(len(digests) == 2 for digests in replayed.values()), "the successor replayed nothing"
     assert all(len(set(digests)) == 1 for digests in replayed.values())

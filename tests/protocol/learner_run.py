@@ -35,7 +35,9 @@ RUN_ID = "tiny-1"
 RUN_LEASE_S = 0.4
 
 
-def make_run(root: Path, run_id: str = RUN_ID, **recipe_changes: Any) -> tuple[RunConfig, RunPaths]:
+def make_run(
+    root: Path, run_id: str = RUN_ID, *, base_model_digest: str = "", **recipe_changes: Any
+) -> tuple[RunConfig, RunPaths]:
     """An empty run directory: 6 steps of 2 groups x 2 samples, a checkpoint every 2 steps."""
     root.mkdir(parents=True, exist_ok=True)
     root.chmod(0o755)
@@ -48,7 +50,7 @@ def make_run(root: Path, run_id: str = RUN_ID, **recipe_changes: Any) -> tuple[R
     run = RunConfig(
         run_id=run_id, recipe=Recipe(**(fields | recipe_changes)),
         timing=Timing(visibility_s=VISIBILITY_S, lease_s=RUN_LEASE_S, poll_s=0.01, sync_s=0.001), cluster={},
-        code_digest="", base_model_digest="", created_s=0.0,
+        code_digest="", base_model_digest=base_model_digest, created_s=0.0,
     )  # fmt: skip
     paths = RunPaths(root)
     paths.run_file.write_text(run.model_dump_json())

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from miles_core.errors import DeadlineExceeded, DigestMismatch, MilesError
+from miles_core.evaluation.scoring import value_or_none
 from miles_core.paths import RunPaths
 from miles_core.policy.manifest import PolicyManifest, Probe, probe_prompts
 from miles_core.policy.publisher import publish_version
 from miles_core.recipe import EnvironmentSpec, EvaluationSpec
 from miles_core.records import Cut, Cuts, Done, EvaluationPoint, Published, StepDone, Version
-from miles_core.roles.evaluator import Evaluator, GreedyScorer, Scorer, value_or_none
+from miles_core.roles.evaluator import Evaluator, GreedyScorer, Scorer
 from miles_core.run import RunConfig
 from miles_core.runtime.context import RoleContext
 from miles_core.store.follow import Reading, read_cut
@@ -321,3 +322,33 @@ def test_real_weights_are_loaded_probed_and_graded(tmp_path):
         evaluate(context, scorer)
     assert [point.greedy_score for point in points(run, paths)] == [0.0]
     assert scorer.score([0, 1]) == [0.0, 0.0]
+
+
+def test_between_the_first_and_the_last_the_newest_that_is_due_is_evaluated(tmp_path):
+    """One that falls behind passes over what is old, and over what it cannot read; training is not asked."""
+    run, paths = make_run(tmp_path / "run", evaluation=EvaluationSpec(problems=5, every=1))
+    learner, scorer = FakeLearner(run, paths), FakeScorer()
+    learner.publish(0)
+    context = evaluator_context(run, paths)
+    thread, errors = in_thread(lambda: evaluate(context, scorer))
+    wait_for(lambda: context.state == "waiting: version 1", "the point of version 0")
+    context.leave.set()
+    thread.join(30)
+    learner.publish(1)
+    learner.publish(2)
+    broken = paths.resolve(learner.publish(3).folder) / "model.safetensors"
+    broken.write_bytes(b"x" + broken.read_bytes()[1:])
+    context = evaluator_context(run, paths, attempt=2)
+    thread, errors = in_thread(lambda: evaluate(context, scorer))
+    wait_for(lambda: context.state == "waiting: version 4", "version 3 to be passed over")
+    learner.publish(4)
+    wait_for(lambda: context.state == "waiting: version 5", "the point of version 4")
+    for step in range(5, STEPS + 1):
+        learner.publish(step)
+    thread.join(30)
+    assert not thread.is_alive() and errors == []
+    found = [(point.version.step, point.greedy_score) for point in points(run, paths, attempts=2)]
+    steps = [step for step, _ in found]
+    assert steps[:2] == [0, 4] and steps[-1] == STEPS and set(steps) <= {0, 4, 5, STEPS}
+    assert [score for _, score in found] == pytest.approx([step / 10 for step in steps])
+    assert paths.metrics("evaluator-0", 2).read_text().count('"evaluation_missed"') == 1

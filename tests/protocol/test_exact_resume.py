@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.base_model import model_files, weights_digest
 from miles_core.errors import RankLost
 from miles_core.paths import RunPaths
 from miles_core.policy.local_copy import read_version
-from miles_core.recipe import LearnerSpec
+from miles_core.recipe import LearnerSpec, LoraSpec, ModelSpec
 from miles_core.run import RunConfig
 from miles_core.runtime.crash import EXIT_CODE, VARIABLE
 from tests.protocol.learner_run import STEPS, FakeOrchestrator, digests, make_run, metric_points, read_lineage
@@ -89,10 +90,13 @@ def exact(run: RunConfig, paths: RunPaths) -> Exact:
     return digests(lineage), {file.name: file.digest for file in saved.files}
 
 
-def learn(folder: Path, base_model: Path, ranks: int, *crashes: str, lr: float = 1e-3) -> tuple[RunConfig, RunPaths]:
+def learn(
+    folder: Path, base_model: Path, ranks: int, *crashes: str, lr: float = 1e-3, lora: LoraSpec | None = None
+) -> tuple[RunConfig, RunPaths]:
     """A run whose learner dies at these places, one attempt each, and then ends."""
     spec = LearnerSpec(checkpoint_every=EVERY, zero_stage=1 if ranks == 1 else 3, lr=lr)
-    run, paths = make_run(folder, learner=spec)
+    digest = weights_digest(model_files(base_model))
+    run, paths = make_run(folder, learner=spec, model=ModelSpec(path=str(base_model), lora=lora), base_model_digest=digest)
     paths.base_model.symlink_to(base_model)
     FakeOrchestrator(run, paths).write_all()
     for attempt, place in enumerate(crashes, 1):
@@ -126,12 +130,12 @@ OF_TWO_RANKS = (
 
 
 @pytest.fixture(scope="module")
-def uncrashed(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Callable[[int], Exact]:
-    """By number of ranks."""
+def uncrashed(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Callable[..., Exact]:
+    """By number of ranks and what is trained."""
 
     @cache
-    def make(ranks: int) -> Exact:
-        found = exact(*learn(tmp_path_factory.mktemp("uncrashed") / "run", base_model, ranks))
+    def make(ranks: int, lora: LoraSpec | None = None) -> Exact:
+        found = exact(*learn(tmp_path_factory.mktemp("uncrashed") / "run", base_model, ranks, lora=lora))
         assert len(set(found[0].values())) > STEPS // 2, "hardly a step changed the weights: equal bytes would say nothing"
         return found
 
@@ -145,7 +149,7 @@ def uncrashed(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Cal
     ids=lambda value: str(value) if isinstance(value, int) else "+".join(value),
 )
 def test_wherever_the_learner_dies_it_ends_in_the_same_bytes(
-    tmp_path: Path, base_model: Path, uncrashed: Callable[[int], Exact], ranks: int, crashes: tuple[str, ...]
+    tmp_path: Path, base_model: Path, uncrashed: Callable[..., Exact], ranks: int, crashes: tuple[str, ...]
 ) -> None:
     run, paths = learn(tmp_path / "run", base_model, ranks, *crashes)
     assert exact(run, paths) == uncrashed(ranks)
@@ -153,7 +157,20 @@ def test_wherever_the_learner_dies_it_ends_in_the_same_bytes(
     assert all(point["bit_exact"] for point in metric_points(paths, last, "replay"))
 
 
-def test_another_learning_rate_gives_other_bytes(tmp_path: Path, base_model: Path, uncrashed: Callable[[int], Exact]) -> None:
+LORA = LoraSpec(rank=4)
+OF_AN_ADAPTER = ((1, (*TWICE[0], "learner:after_checkpoint_files:4")), (2, OF_TWO_RANKS[0]))
+
+
+@pytest.mark.parametrize(("ranks", "crashes"), OF_AN_ADAPTER)
+def test_an_adapter_ends_in_the_same_bytes_too(
+    tmp_path: Path, base_model: Path, uncrashed: Callable[..., Exact], ranks: int, crashes: tuple[str, ...]
+) -> None:
+    run, paths = learn(tmp_path / "run", base_model, ranks, *crashes, lora=LORA)
+    assert exact(run, paths) == uncrashed(ranks, LORA)
+    assert all(point["bit_exact"] for point in metric_points(paths, len(crashes) + 1, "replay"))
+
+
+def test_another_learning_rate_gives_other_bytes(tmp_path: Path, base_model: Path, uncrashed: Callable[..., Exact]) -> None:
     """So equal bytes say something."""
     run, paths = learn(tmp_path / "run", base_model, 1, lr=2e-4)
     assert exact(run, paths)[0] != uncrashed(1)[0]

@@ -334,7 +334,7 @@ def test_an_error_of_the_scheduler_passes_and_gives_the_slot_back(tmp_path: Path
 
 def test_deployments_fit_their_flows_and_no_schedule_is_active() -> None:
     deployments = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
-    assert [deployment["name"] for deployment in deployments] == ["manual", "nightly", "resume", "reap"]
+    assert [deployment["name"] for deployment in deployments] == ["manual", "nightly", "resume", "evaluate", "reap"]
     for deployment in deployments:
         path, _, name = deployment["entrypoint"].partition(":")
         flow = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.profile import ClusterProfile
+from miles_core.base_model import model_files, weights_digest
 from miles_core.masking import LEFT_OUT, MASK, is_secret_name, looks_secret, mask_arguments, mask_lines, secret_values
 from miles_core.paths import RunPaths
 from miles_core.provenance import read_provenance
@@ -20,7 +21,7 @@ from miles_core.store.lease import UNKNOWN, LeaseFolder
 from miles_core.tracking.machines import place_text, read_leases
 from tasks import provenance
 from tasks.prepare import ensure_run
-from tasks.provenance import installed_packages, model_files, read_data, read_git, weights_digest
+from tasks.provenance import installed_packages, read_data, read_git
 from tests.protocol.simulation import simulated_recipe
 
 NAMES = [Path("pkg/a.py"), Path("pkg/new.yaml")]

@@ -20,7 +20,7 @@ from miles_core.learner.batching import microbatches, with_signal
 from miles_core.learner.checkpoints import list_files, seal
 from miles_core.learner.losses import Tokens, Totals, policy_loss
 from miles_core.learner.trainer import CHECKPOINT_TAG, Dtype, Policy, Trainer, learning_rate
-from miles_core.recipe import LearnerSpec
+from miles_core.recipe import LearnerSpec, LoraSpec
 from miles_core.records import FileDigest
 from miles_core.store.fs import FileSystem
 from miles_core.trajectories.schema import Trajectory
@@ -28,6 +28,7 @@ from tests.unit.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = LearnerSpec(lr=1e-2, minibatches=2, microbatch=3)
+LORA = LoraSpec(rank=4, alpha=8)
 GROUPS, SAMPLES = 4, 4
 
 
@@ -93,7 +94,7 @@ def start(code: str, *arguments: Path, **environment: str) -> subprocess.Popen[s
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=540)
     assert process.returncode == 0, errors[-3000:]
 
 
@@ -128,36 +129,42 @@ torch.save(trainer.state_tensors(), sys.argv[3])
 
 SLOW = SPEC.model_copy(update={"lr": 1e-3})
 """AdamW turns rounding in a gradient near 0 into a part of the learning rate."""
-ON_RANKS = {str(stage): SLOW.model_copy(update={"zero_stage": stage}) for stage in (1, 2, 3)} | {
-    "critic": LearnerSpec.model_validate(
-        {"objective": "ppo", "zero_stage": 3, "critic": {"gae_lambda": 0.9}, **SLOW.model_dump(include={"lr", "microbatch"})}
-    )
+STAGES = {str(stage): SLOW.model_copy(update={"zero_stage": stage}) for stage in (1, 2, 3)}
+PPO = LearnerSpec.model_validate(
+    {"objective": "ppo", "zero_stage": 3, "critic": {"gae_lambda": 0.9}, **SLOW.model_dump(include={"lr", "microbatch"})}
+)
+ON_RANKS: dict[str, tuple[LearnerSpec, LoraSpec | None]] = {
+    **{stage: (spec, None) for stage, spec in STAGES.items()},
+    **{f"lora{stage}": (spec, LORA) for stage, spec in STAGES.items()},
+    "critic": (PPO, None),
 }
 RANKS_CODE = """
 store = torch.distributed.FileStore(sys.argv[2] + "/store", 2)
 torch.distributed.init_process_group("gloo", store=store, rank=int(sys.argv[3]), world_size=2)
 os.environ["LOCAL_RANK"] = sys.argv[3]
-for name, spec in ON_RANKS.items():
-    straight = Trainer(Path(sys.argv[1]), spec, "float32")
+for name, (spec, lora) in ON_RANKS.items():
+    straight = Trainer(Path(sys.argv[1]), spec, "float32", lora=lora)
     metrics = train(straight, range(1, 3))
     weights = straight.state_tensors()
     saved = Path(sys.argv[2]) / f"saved{name}"
     straight.save(saved)
     torch.distributed.barrier()
     train(straight, range(3, 5))
-    resumed = Trainer(Path(sys.argv[1]), spec, "float32")
+    resumed = Trainer(Path(sys.argv[1]), spec, "float32", lora=lora)
     resumed.load(saved, sealed(saved))
     train(resumed, range(3, 5))
     torch.save((metrics, weights, straight.state_tensors(), resumed.state_tensors()), f"{sys.argv[2]}/{name}-{sys.argv[3]}")
 """
 
 
+@pytest.mark.timeout(600)
 def test_two_ranks_give_the_weights_and_metrics_of_one_and_go_on_bit_exactly(folder: Path, tmp_path: Path) -> None:
+    """All weights, and an adapter alone."""
     ranks = [start(RANKS_CODE, folder, tmp_path, Path(rank)) for rank in ("0", "1")]
     for process in ranks:
         finish(process)
-    for case, spec in ON_RANKS.items():
-        alone = Trainer(folder, spec.model_copy(update={"zero_stage": 1}), "float32")
+    for case, (spec, lora) in ON_RANKS.items():
+        alone = Trainer(folder, spec.model_copy(update={"zero_stage": 1}), "float32", lora=lora)
         expected = train(alone, range(1, 3))
         (metrics, weights, straight, resumed), other = (torch.load(tmp_path / f"{case}-{rank}") for rank in (0, 1))
         for name, tensor in alone.state_tensors().items():
