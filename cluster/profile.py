@@ -87,6 +87,9 @@ class ClusterProfile(Closed):
     """Resources by role; a missing role takes the defaults."""
     pools: dict[str, Resources] = Field(default_factory=dict)
     """Resources of single rollout pools, by pool name; others take resources.rollout."""
+    vllm_python: str | None = None
+    """Interpreter of rollout pools with `engine: vllm`, on a filesystem that all nodes share; null: .venv-vllm/bin/python
+    beside the project's own environment, where `make vllm` puts it."""
     slurm: SlurmSite = SlurmSite()
     """Slurm facts; unused when kind is local."""
 

@@ -308,15 +308,21 @@ def jobs(
     as_json: AsJson = False,
 ) -> None:
     """Prints the exact job scripts of a recipe on a cluster; submits nothing."""
+    from cluster.engines import check_engines
     from cluster.profile import load_cluster, short_lead
     from cluster.saves import unfit_save
     from flows.display import job_scripts
+    from miles_core.errors import RecipeError
     from miles_core.recipe import load_recipe
 
     trained, profile = load_recipe(recipe, tuple(settings)), load_cluster(cluster)
     base_model = Path(trained.model.path or os.devnull).expanduser()
     for warning in filter(None, (short_lead(profile, trained), unfit_save(profile, trained, base_model))):
         logging.warning(warning)
+    try:
+        check_engines(trained, profile)
+    except RecipeError as error:
+        logging.warning("%s", error)
     scripts = job_scripts(trained, profile)
     if as_json:
         print_json([{"writer": writer, "script": script} for writer, script in scripts.items()])

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from cluster.engines import vllm_python, vllm_version
 from cluster.profile import ClusterProfile
 from cluster.slurm.site import SiteFacts, ask_site
 from flows.doctor_files import examine_files
@@ -37,8 +38,8 @@ def examine(profile: ClusterProfile, *, nodes: bool = False) -> list[Finding]:
         raise RecipeError(f"--nodes: cluster {profile.name} is this machine alone; give a Slurm profile with --cluster")
     root = run_root(profile, "doctor").parent
     found = [
-        _python(), *_packages(), _compiler(), *_limits(), _cpus(), _gpus(profile), _sandbox(), _cache(), *_wandb(os.environ),
-        *examine_files(profile, root),
+        _python(), *_packages(), _compiler(), *_limits(), _cpus(), _gpus(profile), _sandbox(), _cache(), _vllm(profile),
+        *_wandb(os.environ), *examine_files(profile, root),
     ]  # fmt: skip
     if profile.kind == "slurm":
         env = slurm_env(profile)
@@ -149,6 +150,17 @@ def _cache() -> Finding:
             return ok("base model cache", str(folder))
     except (OSError, MilesError) as error:
         return bad("base model cache", str(error), "set MILES_CACHE to a folder that you may write to")
+
+
+def _vllm(profile: ClusterProfile) -> Finding:
+    """Whether a recipe with `engine: vllm` would run; a profile that names an interpreter for it must name one that can."""
+    python = vllm_python(profile)
+    if profile.vllm_python is None and not python.exists():
+        return ok("vLLM", "not installed; `make vllm` does, for recipes with engine: vllm")
+    try:
+        return ok("vLLM", f"{vllm_version(python)} at {python}")
+    except RecipeError as error:
+        return bad("vLLM", str(error), "without it no recipe with engine: vllm starts")
 
 
 def _wandb(environ: Mapping[str, str]) -> Iterator[Finding]:

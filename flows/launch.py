@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.drain import drain_mark, lift_drain
+from cluster.engines import check_engines
 from cluster.epoch import read_closed, supervisor_context, take_epoch
 from cluster.job_spec import live_jobs, make_job_spec
 from cluster.profile import ClusterProfile, short_lead
@@ -99,6 +100,7 @@ def check_scripts(run: RunConfig, paths: RunPaths, profile: ClusterProfile, sche
     """
     if warning := short_lead(profile, run.recipe):
         log.warning(warning)
+    check_engines(run.recipe, profile)
     if unfit := unfit_save(profile, run.recipe, paths.base_model, measured_saves_s(paths.metrics("learner-0", 1).parent)):
         if not _may_live(run, scheduler):
             raise RecipeError(unfit)

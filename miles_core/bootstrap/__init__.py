@@ -31,6 +31,7 @@ from miles_core.store.publish import temp_path
 WARM_UPS: dict[str, WarmUp] = {
     "chain_sum": WarmUp(ChainSumHabits()),
     "chain_sum_moe": WarmUp(ChainSumHabits(), experts=16),
+    "chain_sum_wide": WarmUp(ChainSumHabits(), head_dim=32),  # the narrowest heads that vLLM computes on a CPU
     "shell_puzzle": WarmUp(ShellHabits(), clean_steps=520, careless_steps=160),
 }
 

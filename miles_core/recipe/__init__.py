@@ -11,7 +11,7 @@ from miles_core.recipe.environment import AgentSpec, EnvironmentSpec, GraderSpec
 from miles_core.recipe.learner import CriticSpec, LearnerSpec, RewardScalerSpec
 from miles_core.recipe.model import EvaluationSpec, LoraSpec, ModelSpec, PolicySpec, RetentionSpec
 from miles_core.recipe.reading import CONFIGS, apply_overrides, explain, find_config, load_recipe, read_yaml
-from miles_core.recipe.rollout import OrchestratorSpec, RolloutPool, RolloutSpec
+from miles_core.recipe.rollout import NgramSpec, OrchestratorSpec, RolloutPool, RolloutSpec, VllmSpec
 from miles_core.recipe.run import Recipe, TrackingSpec
 from miles_core.recipe.timing import Timing
 
@@ -27,6 +27,7 @@ __all__ = [
     "LearnerSpec",
     "LoraSpec",
     "ModelSpec",
+    "NgramSpec",
     "OrchestratorSpec",
     "PolicySpec",
     "PromptSpec",
@@ -37,6 +38,7 @@ __all__ = [
     "RolloutSpec",
     "Timing",
     "TrackingSpec",
+    "VllmSpec",
     "apply_overrides",
     "explain",
     "find_config",

@@ -9,6 +9,37 @@ from pydantic import Field, model_validator
 from miles_core.recipe.closed import Closed
 
 
+class NgramSpec(Closed):
+    """Speculation without a draft model: what followed the newest tokens when they were last seen in the same session."""
+
+    tokens: int = Field(default=4, ge=1)
+    """Tokens guessed per step; the model checks all of them in one pass and keeps those that it would have sampled."""
+    match_min: int = Field(default=2, ge=1)
+    """Guess only where at least so many of the newest tokens are found again ..."""
+    match_max: int = Field(default=4, ge=1)
+    """... and look for at most so many."""
+
+    @model_validator(mode="after")
+    def _matches_have_a_range(self) -> Self:
+        if self.match_min > self.match_max:
+            raise ValueError(f"ngram: match_min={self.match_min} is over match_max={self.match_max}; swap them")
+        return self
+
+
+class VllmSpec(Closed):
+    """What vLLM is told, per replica."""
+
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """KV cache in GiB. null: what `memory_fraction` leaves of a GPU; on a CPU, what all slots need at `max_tokens`. With less,
+    sessions wait for room and are read again."""
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Of a GPU's memory, for weights, activations and KV cache together; without meaning on a CPU."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that share one replica's model."""
+    ngram: NgramSpec | None = None
+    """Speculative decoding; `{}` turns it on with its defaults. It pays where answers repeat what was read."""
+
+
 class RolloutPool(Closed):
     """Replicas of one kind. Its partition and resources come from the cluster profile, by the pool's name."""
 
@@ -18,8 +49,16 @@ class RolloutPool(Closed):
     """Jobs of this pool."""
     slots: int = Field(default=64, ge=1)
     """Trajectories sampled at once by one replica; a finished one frees its slot at once."""
-    engine: Literal["torch"] = "torch"
-    """Sampling engine."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """Sampling engine: plain PyTorch, or vLLM with its paged KV cache (`make vllm`; docs/vllm.md)."""
+    vllm: VllmSpec | None = None
+    """Settings of `engine: vllm`; null: the defaults."""
+
+    @model_validator(mode="after")
+    def _settings_have_their_engine(self) -> Self:
+        if self.vllm is not None and self.engine != "vllm":
+            raise ValueError(f"rollout.pools.{self.name}: it has a section vllm, but engine: {self.engine}; set engine: vllm")
+        return self
 
 
 class RolloutSpec(Closed):

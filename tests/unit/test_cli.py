@@ -241,7 +241,7 @@ def test_no_colour_where_there_is_no_terminal(model: Path, miles: Miles, monkeyp
     ("typed", "offered"),
     [
         ("miles status o", ["one"]), ("miles verify ", ["one"]), ("miles run chain_sum --cluster dev", ["devslurm"]),
-        ("miles jobs chain_sum_", ["chain_sum_agent", "chain_sum_moe"]),
+        ("miles jobs chain_sum_m", ["chain_sum_moe"]),
         ("miles recipes shell_p", ["shell_puzzle"]), ("miles dra", ["drain"]),
         ("miles run ./mi", ["./mine.yaml"]), ("miles compare one o", ["one"]),
     ],

@@ -17,8 +17,9 @@ from miles_core.rollout.session import Session
 from miles_core.rollout.torch_engine import TorchEngine
 from miles_core.routers import Experts, find_routers
 from miles_core.trajectories.schema import Trajectory
+from tests.unit.contract_engines import END, V0, V1, V2
+from tests.unit.engine_history import prompt
 from tests.unit.test_sampler import RENDERER, SPEC, Clock, FakeEnvironment, FakeEpisode, request, run, sampler_of
-from tests.unit.test_torch_engine import END, V0, V1, V2, prompt
 from tests.unit.tiny_models import tiny_model
 
 

