@@ -73,7 +73,8 @@ def unfit_save(profile: ClusterProfile, recipe: Recipe, base_model: Path, measur
         needed_s = statistics.median(measured_s)
         takes = f"{needed_s:.1f} s (median of {len(measured_s)} measured in this run)"
     else:
-        parameters = num_parameters(base_model)
+        # Of an adapter only A and B are saved, which no filesystem is too slow for.
+        parameters = None if recipe.model.lora is not None else num_parameters(base_model)
         if profile.write_mib_s is None or parameters is None:
             return ""
         mib = rank_bytes(recipe, profile.resources_for("learner").ranks, parameters) / 2**20

@@ -75,6 +75,7 @@ def test_the_estimate_names_itself_the_lead_and_what_to_set(tmp_path: Path) -> N
     for words in ("at least 80.0 s (4 MiB by one rank at write_mib_s=0.05)", f"signal_lead_s={LEAD_S} s", "to 160 "):
         assert words in said
     assert unfit_save(profile(mib_s=4 / LEAD_S), recipe, folder) == ""
+    assert unfit_save(profile(mib_s=0.05), load_recipe("chain_sum", ("model.lora={}",)), folder) == ""
     assert unfit_save(profile(), recipe, folder) == "" == unfit_save(profile("local", mib_s=0.05), recipe, folder)
     assert "28" in unfit_save(profile(mib_s=0.0125, ranks=4), recipe, folder)
 
