@@ -109,13 +109,16 @@ class BatchFeed:
 
 
 def read_batch(context: RoleContext, batch: Batch, lineage: Lineage) -> Rows:
-    """The rows of a batch, proved against the batch's own record. Raises NeedsRollback, MilesError, DeadlineExceeded."""
+    """The rows of a batch, proved against the batch's own record; of a branching episode one for each conversation.
+
+    Raises NeedsRollback, MilesError, DeadlineExceeded.
+    """
     by_id: dict[str, Trajectory] = {}
     for refs in _by_shard(batch):
         by_id.update(zip([ref.trajectory_id for ref in refs], _read_patiently(context, batch, refs), strict=True))
     rows = [by_id[member.ref.trajectory_id] for member in _members(batch)]
     check_batch(batch, rows, lineage, context.recipe.orchestrator.max_staleness)
-    return make_rows(batch, rows)
+    return make_rows(batch, rows).as_lines()
 
 
 def _members(batch: Batch) -> Iterator[BatchMember]:

@@ -11,7 +11,7 @@ Failure: siblings of different rewards, and groups of different size, are a prot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from miles_core.errors import MilesError
 from miles_core.recipe import Recipe
 from miles_core.records import Batch, BatchMember
+from miles_core.trajectories.lines import lines
 from miles_core.trajectories.schema import Trajectory
 
 Array = npt.NDArray[np.float64]
@@ -37,6 +38,12 @@ class Rows:
     """[G, n] of the grades."""
     qualities: Array
     """[G, n] by which passing answers are ranked; nan: none."""
+
+    def as_lines(self) -> Rows:
+        """The same with a row for each conversation of a branching episode (trajectories/lines.py)."""
+        parts = [lines(row) for row in self.trajectories]
+        episodes = np.repeat(self.episodes, [len(part) for part in parts])
+        return replace(self, trajectories=[line for part in parts for line in part], episodes=episodes)
 
     @property
     def mean_reward(self) -> float:

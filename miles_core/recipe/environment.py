@@ -16,8 +16,10 @@ class AgentSpec(Closed):
     run: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """`package.module:function`, called as function(base_url, api_key, task) for every sample; it returns facts
     (miles_core/rollout/sessions/agents.py)."""
-    history: Literal["linear"] = "linear"
-    """A conversation only goes on from its end, or tries its last turn again."""
+    history: Literal["linear", "branching"] = "linear"
+    """`linear`: a conversation only goes on from its end, or tries its last turn again; anything else is refused. `branching`:
+    it may go on from any turn and begin anew, for sub-agents and compaction; every turn is kept and trained once, but a try
+    that was asked again in the same words. Its experts are not recorded for routing replay."""
     replay: Literal["strict", "json"] = "strict"
     """When an agent's conversation is the recorded one: word for word, or with tool arguments that are the same JSON."""
 

@@ -31,6 +31,15 @@ class Turn(NamedTuple):
     end: int
 
 
+class Segment(NamedTuple):
+    """A part of a branching episode: the half-open span [start, end) of its tokens, and what it goes on from."""
+
+    start: int
+    end: int
+    parent: int
+    """Index of an earlier segment; -1: it begins a conversation."""
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One finished episode. T = number of tokens."""
@@ -46,7 +55,7 @@ class Trajectory:
     producer_attempt: int
     task_seed: int
     tokens: npt.NDArray[np.int32]
-    """[T] prompt, samples and tool results in the order the model saw them."""
+    """[T] prompt, samples and tool results in the order the model saw them; of a branching episode see `segments`."""
     loss_mask: npt.NDArray[np.uint8]
     """[T] 1 on sampled tokens, 0 elsewhere."""
     logprobs: npt.NDArray[np.float32]
@@ -70,6 +79,9 @@ class Trajectory:
     experts: npt.NDArray[np.uint8 | np.uint16] | None = None
     """[T-1, layers, k] ids of the experts that position t went to when it was first computed, in layers with experts, by
     depth; uint8 with up to 256 experts, else uint16: layers x k (x 2) bytes a token. None: dense, or not recorded."""
+
+    segments: tuple[Segment, ...] = ()
+    """Of a branching episode: all tokens of its tree, each once; lines.py makes the conversations of it. Empty: one line."""
 
     @property
     def num_sampled(self) -> int:

@@ -24,12 +24,13 @@ from miles_core.paths import RunPaths
 from miles_core.records import ShardEntry, ShardSealed, Version
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import Durability, digest_bytes, publish_bytes
-from miles_core.trajectories.schema import FailureKind, Status, Trajectory, Turn, VersionRun
+from miles_core.trajectories.schema import FailureKind, Segment, Status, Trajectory, Turn, VersionRun
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _VERSION_KEY = b"miles_trajectory_schema"
 _VERSION_RUN = pa.struct([("start", pa.int32()), ("step", pa.int32()), ("attempt", pa.int32())])
 _TURN = pa.struct([("role", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+_SEGMENT = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("parent", pa.int32())])
 _TEXTS = ("trajectory_id", "sample_id", "group_id", "order_id", "producer", "status", "failure_kind", "source")
 _NUMBERS = {
     "producer_attempt": pa.int32(),
@@ -53,6 +54,7 @@ SCHEMA = pa.schema(
         *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in _PER_TOKEN.items()),
         ("versions", pa.list_(_VERSION_RUN)),
         ("turns", pa.list_(_TURN)),
+        ("segments", pa.list_(_SEGMENT)),
         ("facts", pa.string()),
         ("experts", pa.binary()),
         ("experts_shape", pa.list_(pa.int32())),
@@ -88,6 +90,7 @@ def _problems(row: Trajectory) -> Iterable[str]:
     yield from _logprob_problems(row)
     yield from _span_problems(row, sampled)
     yield from _version_problems(row, sampled)
+    yield from _segment_problems(row)
     if row.experts is not None and (row.experts.dtype.name not in _EXPERT_DTYPES or row.experts.ndim != 3):
         yield f"experts is {row.experts.dtype}{list(row.experts.shape)}, expected uint8 or uint16 [T-1, layers, k]"
     if row.experts is not None and row.experts.shape[0] != max(num_tokens - 1, 0):
@@ -129,6 +132,22 @@ def _version_problems(row: Trajectory, sampled: Any) -> Iterable[str]:
         yield f"version runs start at {starts} although no token was sampled"
 
 
+def _segment_problems(row: Trajectory) -> Iterable[str]:
+    """Segments lie one behind another, cover all tokens, follow what they go on from, and cut no turn and no record."""
+    end = 0
+    for index, segment in enumerate(row.segments):
+        if segment.start != end or segment.end <= end or not -1 <= segment.parent < index:
+            yield f"segment {index} is {tuple(segment)}, expected one that starts at {end} and goes on from an earlier one"
+        end = segment.end
+    if row.segments and end != len(row.tokens):
+        yield f"its segments end at {end}, its {len(row.tokens)} tokens do not"
+    inner = {segment.start for segment in row.segments} - {turn.start for turn in row.turns}
+    if inner:
+        yield f"a segment starts at {min(inner)}, within a turn"
+    if row.segments and row.experts is not None:
+        yield "a branching episode has no record of experts"
+
+
 def encode_shard(rows: Sequence[Trajectory]) -> bytes:
     """The bytes of a shard file, compressed with zstd where pyarrow has it, else lz4."""
     codec = "zstd" if pa.Codec.is_available("zstd") else "lz4"
@@ -143,7 +162,7 @@ def _column(field: pa.Field, rows: Sequence[Trajectory]) -> pa.Array:
     if name in _PER_TOKEN:
         return _token_column([getattr(row, name) for row in rows], _PER_TOKEN[name])
     cells: list[Any]
-    if name in ("versions", "turns"):
+    if name in ("versions", "turns", "segments"):
         cells = [[item._asdict() for item in getattr(row, name)] for row in rows]
     elif name == "facts":
         cells = [json.dumps(row.facts, allow_nan=False) for row in rows]
@@ -241,6 +260,7 @@ def _row(batch: pa.RecordBatch, index: int) -> Trajectory:
         **{name: cell(name).values.to_numpy(zero_copy_only=False).copy() for name in _PER_TOKEN},
         versions=tuple(VersionRun(**run) for run in cell("versions").as_py()),
         turns=tuple(Turn(**turn) for turn in cell("turns").as_py()),
+        segments=tuple(Segment(**segment) for segment in cell("segments").as_py()),
         facts=json.loads(cell("facts").as_py()),
         experts=_experts(cell),
     )

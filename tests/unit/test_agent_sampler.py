@@ -24,6 +24,7 @@ from miles_core.rollout.choice import sampler_class
 from miles_core.rollout.sampler import Sampler, SampleRequest, sample_many
 from miles_core.rollout.sessions.agents import AgentSampler, AgentTask, load_agent
 from miles_core.rollout.torch_engine import TorchEngine
+from miles_core.trajectories.lines import lines
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import check_trajectory
 from tests.unit.session_world import RENDERER, TalkingEngine
@@ -78,7 +79,7 @@ LET_GO = threading.Event()
 ENGINE: list[TalkingEngine] = []
 
 
-def made(agent: str, answer: Callable[[str], str] = lambda seen: "yes", **spec: Any) -> tuple[AgentSampler, Tasks]:
+def made(function: str, answer: Callable[[str], str] = lambda seen: "yes", **spec: Any) -> tuple[AgentSampler, Tasks]:
     engine, environment = TalkingEngine(answer, 4), Tasks()
     ENGINE[:] = [engine]
     settings: dict[str, Any] = {
@@ -88,7 +89,7 @@ def made(agent: str, answer: Callable[[str], str] = lambda seen: "yes", **spec: 
         "max_tokens": 200,
         "episode_deadline_s": 100.0,
     }
-    chosen = EnvironmentSpec(**(settings | {"agent": {"run": f"{HERE}:{agent}"}} | spec))
+    chosen = EnvironmentSpec(**(settings | {"agent": {"run": f"{HERE}:{function}"}} | spec))
     sampler = AgentSampler(engine, environment, RENDERER, chosen, producer="rollout-0", attempt=2, monotonic=CLOCK)
     return sampler, environment
 
@@ -124,6 +125,12 @@ def answers(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
 
 async def answers_async(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
     return await asyncio.to_thread(answers, base_url, key, task)
+
+
+def asks_twice(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
+    for word in ("one", "two"):
+        say(base_url, key, task.messages[0]["content"], word)
+    return {"final_answer": "x"}
 
 
 def is_silent(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
@@ -203,6 +210,27 @@ async def test_what_ended_an_episode_is_told_apart(
     assert says in row.facts.get("error", "") and bool(says) == ("error" in row.facts)
     assert (row.num_sampled > 0) == sampled and environment.episodes[0].closed == 1
     await sampler.cancel_all()
+
+
+async def test_a_branching_agent_gives_one_row_with_all_its_conversations() -> None:
+    seen = iter(range(100))
+    sampler, _ = made(
+        "asks_twice", lambda text: f"yes {next(seen)}", agent={"run": f"{HERE}:asks_twice", "history": "branching"}
+    )
+    sampler.submit(request("g/0"))
+    row = (await ended(sampler))["g/0"]
+    # The second conversation asked the first question anew: another try at it, and another line.
+    assert row.facts["session"]["turns"] == 4 and row.status == "complete"
+    assert [segment.parent for segment in row.segments] == [-1, 0, -1, 2]
+    first, second = lines(row)
+    assert "yes 0" in RENDERER.text(first.tokens.tolist()) and "yes 3" in RENDERER.text(second.tokens.tolist())
+    assert first.num_sampled + second.num_sampled == row.num_sampled
+    await sampler.cancel_all()
+    linear, _ = made("asks_twice")
+    linear.submit(request("g/0"))
+    row = (await ended(linear))["g/0"]
+    assert (row.status, row.failure_kind) == ("failed", "environment") and "400 Bad Request" in row.facts["error"]
+    await linear.cancel_all()
 
 
 async def test_a_task_that_cannot_be_made_and_an_engine_that_breaks() -> None:

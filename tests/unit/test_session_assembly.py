@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from miles_core.learner.episodes import Rows
 from miles_core.records import Version
 from miles_core.rollout.chat import ChatMessage
-from miles_core.rollout.sessions.assembly import assemble
+from miles_core.rollout.sessions.assembly import assemble, episode_columns
 from miles_core.rollout.sessions.errors import AssemblyFailed, BadMessages, Conflict
 from miles_core.rollout.sessions.history import Attachment, Checkpoint, History, Kind, Sampled
-from miles_core.trajectories.schema import Trajectory
-from miles_core.trajectories.shards import check_trajectory
+from miles_core.trajectories.lines import lines
+from miles_core.trajectories.schema import Segment, Trajectory
+from miles_core.trajectories.shards import check_trajectory, decode_shard, encode_shard
 
 V0 = Version(0, 0)
 
@@ -128,9 +132,24 @@ def check(oracle: Oracle, max_tokens: int) -> None:
             assert next(run for run in reversed(runs) if run.start <= at)[1:] == known[leaf_tokens[at]]
         assert row.is_cut == (not oracle.calls[row.path[-1].seq].sampled.ended or row.path[-1].seq not in kept)
         check_trajectory(as_trajectory(columns))
+    check_episode(oracle, max_tokens)
     # Every sampled token of a kept line once, and nothing else.
     assert sorted(trained) == sorted(token for i in wanted for token in oracle.calls[i].sampled.tokens)
     assert [row.path[-1].seq for row in assemble(oracle.history, max_tokens)] == [row.path[-1].seq for row in rows]
+
+
+def check_episode(oracle: Oracle, max_tokens: int) -> None:
+    """The one row of an episode, once more cut into lines by the learner, is the rows."""
+    rows = sorted(assemble(oracle.history, max_tokens), key=lambda row: row.path[-1].seq)
+    whole = as_trajectory(episode_columns(oracle.history, max_tokens))
+    check_trajectory(whole)
+    assert whole.num_sampled == sum(int(row.columns()["loss_mask"].sum()) for row in rows)
+    found = lines(whole) if rows else []
+    assert len(found) == len(rows) and len({line.trajectory_id for line in found}) == len(found)
+    for line, row in zip(found, rows, strict=True):
+        check_trajectory(line)
+        for name, column in row.columns().items():
+            assert np.array_equal(getattr(line, name), column), name
 
 
 def as_trajectory(columns: dict[str, object]) -> Trajectory:
@@ -217,3 +236,57 @@ def test_turns_that_do_not_fit_together_are_refused(change: dict[str, object], s
     history.checkpoints[1] = replace(node, **change)  # type: ignore[arg-type]
     with pytest.raises(AssemblyFailed, match=says):
         assemble(history, 100)[0].columns()
+
+
+def test_an_episode_goes_through_a_shard_as_it_is() -> None:
+    history = History("branching")
+    root = turn(None, history, 1)
+    turn(root, history, 2)
+    turn(root, history, 3)
+    whole = as_trajectory(episode_columns(history, 100))
+    assert whole.segments == ((0, 5, -1), (5, 10, 0), (10, 15, 0)) and whole.num_sampled == 9
+    (back,) = decode_shard(encode_shard([whole]), Path("x"))
+    assert back.segments == whole.segments and [len(line.tokens) for line in lines(back)] == [10, 10]
+    assert [line.num_sampled for line in lines(back)] == [6, 3]
+
+
+@pytest.mark.parametrize(
+    ("segments", "says"),
+    [
+        (((0, 5, -1), (6, 15, 0)), "segment 1 is \\(6, 15, 0\\)"),
+        (((0, 5, 0), (5, 15, 0)), "segment 0 is \\(0, 5, 0\\)"),
+        (((0, 5, -1), (5, 5, 0), (5, 15, 0)), "segment 1 is"),
+        (((0, 5, -1), (5, 10, 0)), "its segments end at 10, its 15 tokens do not"),
+        (((0, 4, -1), (4, 15, 0)), "a segment starts at 4, within a turn"),
+    ],
+)
+def test_segments_that_make_no_tree_are_refused(segments: tuple[tuple[int, int, int], ...], says: str) -> None:
+    history = History("branching")
+    root = turn(None, history, 1)
+    turn(root, history, 2)
+    turn(root, history, 3)
+    whole = as_trajectory(episode_columns(history, 100))
+    with pytest.raises(ValueError, match=says):
+        check_trajectory(replace(whole, segments=tuple(Segment(*segment) for segment in segments)))
+    with pytest.raises(ValueError, match="no record of experts"):
+        check_trajectory(replace(whole, experts=np.zeros((14, 1, 1), dtype=np.uint8)))
+
+
+def test_the_learner_gives_every_conversation_of_an_episode_its_reward() -> None:
+    history = History("branching")
+    root = turn(None, history, 1)
+    turn(root, history, 2)
+    turn(root, history, 3)
+    branching = as_trajectory(episode_columns(history, 100))
+    line = replace(branching, sample_id="g/1", trajectory_id="g/1@r.a1", **lines_of_one())
+    ones = np.ones((1, 2))
+    rows = Rows([branching, line], np.array([0, 1]), np.array([[1.0, 0.0]]), ones, ones * np.nan).as_lines()
+    assert [row.trajectory_id for row in rows.trajectories] == ["g/0@r.a1#0", "g/0@r.a1#1", "g/1@r.a1"]
+    assert rows.by_row(rows.rewards).tolist() == [1.0, 1.0, 0.0] and rows.mean_reward == 0.5
+    assert rows.total([row.num_sampled for row in rows.trajectories]).tolist() == [[9.0, 3.0]]
+
+
+def lines_of_one() -> dict[str, Any]:
+    history = History()
+    turn(None, history, 1)
+    return {"segments": (), **episode_columns(history, 100)}

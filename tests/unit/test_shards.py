@@ -183,7 +183,7 @@ def test_another_schema_version_is_refused_naming_both(tmp_path: Path) -> None:
         schema = SCHEMA.with_metadata(metadata)
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
             file.write_batch(pa.record_batch([pa.array([], field.type) for field in schema], schema=schema))
-        with pytest.raises(RunDirectoryError, match=f"{found}, this code reads schema 1"):
+        with pytest.raises(RunDirectoryError, match=f"{found}, this code reads schema 2"):
             read_shard(path)
 
 

@@ -34,7 +34,7 @@ from miles_core.records import trajectory_id
 from miles_core.rollout.engine import Engine
 from miles_core.rollout.sampler import IDLE_WAIT_S, SampleRequest
 from miles_core.rollout.session import Renderer, empty_columns
-from miles_core.rollout.sessions.assembly import Row
+from miles_core.rollout.sessions.assembly import Row, episode_columns
 from miles_core.rollout.sessions.door import EngineDoor
 from miles_core.rollout.sessions.errors import SessionError
 from miles_core.rollout.sessions.live import LiveSession, SessionSpec
@@ -149,7 +149,7 @@ class AgentSampler:
             episode = self._environment.episode(request.task_seed, request.split)
             messages = [{"role": message.role, "content": message.content} for message in episode.opening()]
         except EpisodeFailed as error:
-            self._emit(request, [], now_s, "failed", error.kind, {"error": str(error)})
+            self._emit(request, empty_columns(), now_s, "failed", error.kind, {"error": str(error)})
             return
         spec, agent = self._spec, self._agent_spec
         session_spec = SessionSpec(
@@ -232,7 +232,7 @@ class AgentSampler:
                 self._server.close(live.session)
                 limit = f"episode_deadline_s={self._spec.episode_deadline_s}"
                 facts = live.episode.facts() | {"error": f"the episode took {age_s:.3f} s, more than {limit}"}
-                self._emit(live.request, [], live.started_s, "failed", "infrastructure", facts)
+                self._emit(live.request, empty_columns(), live.started_s, "failed", "infrastructure", facts)
 
     def _end(self, outcome: _Outcome) -> None:
         """An agent let go: its trajectory, unless a deadline gave one before."""
@@ -242,16 +242,17 @@ class AgentSampler:
         del self._live[live.request.sample_id]
         try:
             rows = live.session.rows()
+            columns = episode_columns(live.session.history, self._spec.max_tokens)
             status, kind, error = _judged(outcome, rows)
         except SessionError as broken:
-            rows, status, kind, error = [], "failed", "infrastructure", str(broken)
+            columns, status, kind, error = empty_columns(), "failed", "infrastructure", str(broken)
         facts = outcome.facts if not error else outcome.facts | {"error": error}
-        self._emit(live.request, rows, live.started_s, status, kind, facts)
+        self._emit(live.request, columns, live.started_s, status, kind, facts)
 
     def _emit(
         self,
         request: SampleRequest,
-        rows: list[Row],
+        columns: dict[str, Any],
         started_s: float,
         status: Status,
         kind: FailureKind,
@@ -273,7 +274,7 @@ class AgentSampler:
                 created_s=request.created_s or started_s,
                 started_s=started_s,
                 finished_s=self._unix_time(),
-                **(rows[0].columns() if rows else empty_columns()),
+                **columns,
             )
         )
 

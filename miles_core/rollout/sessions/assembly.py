@@ -8,14 +8,17 @@ are AssemblyFailed, which names the turn.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miles_core.rollout.session import empty_columns
 from miles_core.rollout.sessions.errors import AssemblyFailed
 from miles_core.rollout.sessions.history import Checkpoint, History
-from miles_core.trajectories.schema import Turn, VersionRun
+from miles_core.trajectories.schema import Segment, Turn, VersionRun
 
 if TYPE_CHECKING:
     from miles_core.routers import Experts
@@ -59,21 +62,58 @@ class Row:
         }
 
 
+def episode_columns(history: History, max_tokens: int) -> dict[str, Any]:
+    """The token columns of a session's Trajectory; a branching one has every turn once, and `segments` say what follows what.
+
+    trajectories/lines.py makes the rows of `assemble` of it. Raises AssemblyFailed.
+    """
+    rows = assemble(history, max_tokens)
+    if len(rows) < 2:
+        return rows[0].columns() if rows else empty_columns()
+    nodes = sorted({node.seq: node for row in rows for node in row.path}.values(), key=lambda node: node.seq)
+    place = {node.seq: index for index, node in enumerate(nodes)}
+    parts = [Row((_alone(node),), frozenset({node.seq}), is_cut=False).columns() for node in nodes]
+    starts = np.cumsum([0, *(len(part["tokens"]) for part in parts)]).tolist()
+    return {
+        **{name: np.concatenate([part[name] for part in parts]) for name in ("tokens", "loss_mask", "logprobs")},
+        "versions": tuple(
+            run._replace(start=run.start + at) for part, at in zip(parts, starts, strict=False) for run in part["versions"]
+        ),
+        "turns": tuple(
+            Turn(turn.role, turn.start + at, turn.end + at)
+            for part, at in zip(parts, starts, strict=False)
+            for turn in part["turns"]
+        ),
+        "segments": tuple(
+            Segment(start, end, -1 if node.parent is None else place[node.parent.seq])
+            for node, (start, end) in zip(nodes, itertools.pairwise(starts), strict=True)
+        ),
+        "experts": None,
+    }
+
+
 def assemble(history: History, max_tokens: int) -> list[Row]:
     """The rows of a session; none if no turn was sampled, or none fits."""
     kept = kept_leaves(history)
-    lines = {leaf.seq: _fitting(leaf, max_tokens) for leaf in kept}
+    lines = [line for line in (_fitting(leaf, max_tokens) for leaf in kept) if line]
+    inner = {node.parent.seq for line in lines for node in line if node.parent is not None}
+    # What did not fit may have cut a line to what another goes on from, or two to the same.
+    by_tip = {line[-1].seq: line for line in lines if line[-1].seq not in inner}
     owner: dict[int, int] = {}
-    for leaf in sorted(kept, key=lambda leaf: leaf.seq):
-        for node in lines[leaf.seq]:
-            owner.setdefault(node.seq, leaf.seq)
-    rows = []
-    for leaf in kept:
-        line = lines[leaf.seq]
-        owned = frozenset(node.seq for node in line if owner[node.seq] == leaf.seq)
-        if owned:
-            rows.append(Row(line, owned, is_cut=line[-1] is not leaf or not leaf.sampled.ended))
-    return rows
+    for tip in sorted(by_tip):
+        for node in by_tip[tip]:
+            owner.setdefault(node.seq, tip)
+    whole = {leaf.seq for leaf in kept if leaf.sampled.ended}
+    rows = [
+        Row(line, frozenset(node.seq for node in line if owner[node.seq] == tip), is_cut=tip not in whole)
+        for tip, line in by_tip.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.path[-1].depth, -row.path[-1].seq))
+
+
+def _alone(node: Checkpoint) -> Checkpoint:
+    """A turn as if nothing stood before it, and without experts: their record is that of one line."""
+    return dataclasses.replace(node, parent=None, start=0, sampled=dataclasses.replace(node.sampled, experts=None))
 
 
 def kept_leaves(history: History) -> list[Checkpoint]:
