@@ -72,6 +72,7 @@ app.add_typer(devslurm_app, name="devslurm")
 
 RECIPE_HELP = "A name in configs/recipes, or a YAML file."
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=complete_recipe)]
+CHAT_HELP = "qwen3, chatml, llama3 or plain; without it the template in the model's folder."
 RunName = Annotated[
     str,
     typer.Argument(
@@ -374,6 +375,35 @@ def doctor(
         print_text(findings_text(findings))
     if any(finding.verdict == "bad" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    folder: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder in Hugging Face layout.")],
+    family: Annotated[str | None, typer.Option("--chat", metavar="FAMILY", help=CHAT_HELP)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Proves that a model's chat format only grows, or says where it rewrites what it wrote (exit code 1)."""
+    from flows.chat import print_check
+
+    if not print_check(folder.expanduser(), family, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    folder: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder in Hugging Face layout.")],
+    family: Annotated[str | None, typer.Option("--chat", metavar="FAMILY", help=CHAT_HELP)] = None,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of one conversation.")] = 2048,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Sampled tokens per turn.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampling; 0 is greedy.")] = 1.0,
+) -> None:
+    """Serves a model to agents on this machine, token-exact as in a run, to write an agent against; trains nothing."""
+    from flows.chat import serve as serve_model
+    from miles_core.rollout.sessions.live import SessionSpec
+
+    spec = SessionSpec(max_tokens, max_new_tokens, max_tokens, temperature, seed=0, kind="branching", replay="json")
+    serve_model(folder.expanduser(), family, spec, slots=8)
 
 
 @app.command()

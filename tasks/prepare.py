@@ -28,6 +28,7 @@ from miles_core.errors import RecipeError, RunDirectoryError
 from miles_core.paths import RunPaths, check_trusted
 from miles_core.recipe import EnvironmentSpec, Recipe
 from miles_core.records import FileDigest
+from miles_core.rollout.chat import check_family
 from miles_core.rollout.model_limits import check_no_record
 from miles_core.run import RunConfig, read_run
 from miles_core.store.fs import FileSystem
@@ -74,6 +75,8 @@ def ensure_base_model(recipe: Recipe) -> Path:
     """
     check_environment(recipe.environment)
     folder = _base_model(recipe)
+    if recipe.model.chat is not None:
+        check_family(folder, recipe.model.chat)
     if recipe.model.lora is not None:
         # Only here: it imports torch.
         from miles_core.adapters import check_lora

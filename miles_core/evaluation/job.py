@@ -21,7 +21,6 @@ from miles_core.errors import DigestMismatch, RunDirectoryError
 from miles_core.evaluation.figures import figures_of
 from miles_core.evaluation.folder import EvaluationFolder, Part, Question, Result
 from miles_core.evaluation.scoring import SLOTS, Score, score_all, score_tasks
-from miles_core.recipe import ModelSpec
 from miles_core.runtime.context import DRAINED_EXIT_CODE, exit_code_of, start_logging
 
 log = logging.getLogger("miles")
@@ -62,9 +61,7 @@ class Answers:
         self._environment = make_environment(spec, f"{question.evaluation_id}.evaluator-0")
         self._verifier = make_verifier(spec)
         self._make = sampler_class(spec)
-        self._renderer = make_renderer(
-            folder.model, ModelSpec.model_validate({"path": str(folder.model), "chat": question.chat})
-        )
+        self._renderer = make_renderer(folder.model, question.chat)
         self._engine = TorchEngine.from_folder(
             folder.model, dtype=question.dtype, end_id=self._renderer.end_id, slots=min(SLOTS, question.problems),
             max_tokens=spec.max_tokens, version=Version(question.model.step or 0, question.model.learner_attempt or 0),

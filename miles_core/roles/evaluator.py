@@ -78,7 +78,7 @@ class GreedyScorer:
         self._environment = make_environment(self._spec, f"{context.run.run_id}.{context.writer}")
         self._verifier = make_verifier(self._spec)
         self._make = sampler_class(self._spec)
-        self._renderer = make_renderer(folder, recipe.model)
+        self._renderer = make_renderer(folder, recipe.model.chat)
         self._engine = TorchEngine.from_folder(
             folder, dtype=recipe.rollout_dtype, weights_dtype=recipe.model.dtype, lora=recipe.model.lora,
             end_id=self._renderer.end_id,

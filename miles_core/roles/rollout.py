@@ -53,7 +53,7 @@ def main(context: RoleContext) -> None:
     recipe = context.recipe
     if recipe.model.lora is not None:
         check_base_model(context.run, context.paths)
-    renderer = make_renderer(context.paths.base_model, recipe.model)
+    renderer = make_renderer(context.paths.base_model, recipe.model.chat)
     engine = make_engine(context, pool_of(context), renderer.end_id)
     sampler = sampler_class(recipe.environment)(
         engine, make_environment(recipe.environment, f"{context.run.run_id}.{context.writer}"), renderer, recipe.environment,

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from miles_core.environments.base import Message
@@ -177,6 +178,11 @@ class Family:
     """... and how; results one behind another share one message where `joins_results`."""
     joins_results: bool = False
 
+    @property
+    def control_tokens(self) -> set[str]:
+        """What every conversation is made of."""
+        return {piece.name for piece in self.opening((Message("user", ""),)) if isinstance(piece, Control)}
+
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
         """The first messages, up to the point where the model writes."""
         if tools and self.tools_text:
@@ -244,6 +250,27 @@ FAMILIES = {
 FamilyName = Literal["qwen3", "chatml", "llama3", "plain"]
 
 
+def check_family(folder: Path, name: str) -> None:
+    """Without loading a tokenizer: the model folder has the family's control tokens, if it says what it has.
+
+    Raises RecipeError.
+    """
+    try:
+        listed = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    except (OSError, ValueError, KeyError):
+        return
+    family, special = FAMILIES[name], {token["content"] for token in listed if token.get("special")}
+    for needed in sorted(family.control_tokens - special):
+        raise _not_there(name, needed, str(folder), special)
+
+
+def _not_there(family: str, name: str, where: str, special: Iterable[str]) -> RecipeError:
+    return RecipeError(
+        f"model.chat: {family!r} needs the special token {name!r}, which the tokenizer of {where} has not; it has "
+        f"{', '.join(sorted(special)[:12])}"
+    )
+
+
 class FamilyRenderer:
     """A Renderer (session.py) of one family over a Hugging Face tokenizer. Raises RecipeError."""
 
@@ -251,11 +278,10 @@ class FamilyRenderer:
         self._tokenizer, self._family = tokenizer, family
         self._special = special_tokens(tokenizer)
         self.special_ids = frozenset(self._special.values())
-        self.end_id = self._control(family.end)
-        needed = {piece.name for piece in family.opening((Message("user", ""),)) if isinstance(piece, Control)}
-        for name in sorted(needed):
+        for name in sorted(family.control_tokens):
             self._control(name)
-        self._own = self._special.keys() - needed - {family.end}
+        self.end_id = self._control(family.end)
+        self._own = self._special.keys() - family.control_tokens
         self.opening = functools.lru_cache(maxsize=1024)(self._opening)
         self.continuation = functools.lru_cache(maxsize=1024)(self._continuation)
 
@@ -276,10 +302,7 @@ class FamilyRenderer:
 
     def _control(self, name: str) -> int:
         if name not in self._special:
-            raise RecipeError(
-                f"model.chat: {self._family.name!r} needs the special token {name!r}, which the tokenizer of "
-                f"{self._tokenizer.name_or_path or 'this model'} has not; it has {', '.join(sorted(self._special)[:12])}"
-            )
+            raise _not_there(self._family.name, name, self._tokenizer.name_or_path or "this model", self._special)
         return self._special[name]
 
     def _encode(self, pieces: Sequence[Piece]) -> tuple[int, ...]:

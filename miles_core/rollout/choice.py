@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_core.recipe import EnvironmentSpec, ModelSpec
+from miles_core.recipe import EnvironmentSpec
 from miles_core.rollout.chat import FAMILIES, FamilyRenderer
 from miles_core.rollout.sampler import Sampler
 from miles_core.rollout.session import ChatRenderer
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from miles_core.rollout.sessions.agents import AgentSampler
 
 
-def make_renderer(folder: Path, model: ModelSpec) -> ChatRenderer | FamilyRenderer:
-    """The renderer of a model folder. Raises RecipeError."""
+def make_renderer(folder: Path, family: str | None) -> ChatRenderer | FamilyRenderer:
+    """The renderer of a model folder; None: by its own template. Raises RecipeError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return ChatRenderer(tokenizer) if model.chat is None else FamilyRenderer(tokenizer, FAMILIES[model.chat])
+    return ChatRenderer(tokenizer) if family is None else FamilyRenderer(tokenizer, FAMILIES[family])
 
 
 def sampler_class(spec: EnvironmentSpec) -> type[Sampler] | type[AgentSampler]:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from flows import chat
+from flows.chat import print_check
 from miles_core.environments.base import Message
 from miles_core.errors import RecipeError
-from miles_core.rollout.chat import FAMILIES, ChatMessage, FamilyRenderer, Said, ToolCall, clean_text
+from miles_core.recipe import EnvironmentSpec, ModelSpec, Recipe
+from miles_core.rollout.chat import FAMILIES, ChatMessage, FamilyRenderer, Said, ToolCall, check_family, clean_text
 from miles_core.rollout.chat_check import PROBES, check_append_only
 from miles_core.rollout.session import ChatRenderer
-from tests.unit.tiny_models import CHATML_TEMPLATE, chatml_tokenizer, special_tokenizer, tiny_tokenizer
+from miles_core.rollout.sessions.door import EngineDoor
+from miles_core.rollout.sessions.live import SessionSpec
+from tasks.prepare import ensure_base_model
+from tests.unit.tiny_models import CHATML_TEMPLATE, chatml_tokenizer, save_tiny_model, special_tokenizer, tiny_tokenizer
 
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 LOOK = json.dumps({"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}})
@@ -180,9 +190,67 @@ def test_tools_are_offered_in_the_system_message() -> None:
 
 
 def test_what_a_model_has_no_form_for_is_refused_by_name() -> None:
-    with pytest.raises(RecipeError, match=r"'llama3' needs the special token '<\|eot_id\|>'.*it has .*<\|im_end\|>"):
+    with pytest.raises(RecipeError, match=r"'llama3' needs the special token '<\|begin_of_text\|>'.*it has .*<\|im_end\|>"):
         FamilyRenderer(chatml_tokenizer(), FAMILIES["llama3"])
     with pytest.raises(RecipeError, match=r"'plain' needs the special token '<\|system\|>'"):
         renderer_of("plain").opening((Message("system", "x"),))
     with pytest.raises(RecipeError, match=r"set model\.chat to its family"):
         ChatRenderer(tiny_tokenizer()).opening((Message("user", "x"),), (LOOK,))
+
+
+# --- commands ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("chat") / "model")
+
+
+def test_the_command_says_what_a_format_does(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_check(model, "plain", as_json=False)
+    assert "plain only grows" in capsys.readouterr().out
+    tokenizer = special_tokenizer("<|im_start|>", "<|im_end|>")
+    tokenizer.chat_template = CHATML_TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    assert not print_check(tmp_path, None, as_json=True)
+    verdicts = {probe["name"]: probe["verdict"] for probe in json.loads(capsys.readouterr().out)}
+    assert verdicts["two turns"] == "append-only" and verdicts["reply with blanks around"] == "differs"
+    for folder, family, says in ((tmp_path, "gpt", "no family 'gpt'"), (tmp_path / "none", None, "has no config.json")):
+        with pytest.raises(RecipeError, match=says):
+            print_check(folder, family, as_json=False)
+
+
+def test_a_family_that_a_model_cannot_write_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    recipe = Recipe(
+        name="x", steps=1, model=ModelSpec(path=str(model), chat="plain"), environment=EnvironmentSpec(family="chain_sum")
+    )
+    assert ensure_base_model(recipe) == model
+    qwen = recipe.model_copy(update={"model": ModelSpec(path=str(model), chat="qwen3")})
+    with pytest.raises(RecipeError, match=r"'qwen3' needs the special token '<\|im_end\|>', which .*model has not"):
+        ensure_base_model(qwen)
+    check_family(tmp_path, "qwen3")  # no tokenizer.json: the roles will say
+
+
+def test_a_model_is_served_to_agents(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[httpx.Response] = []
+
+    def use(text: str) -> None:
+        post, key = re.findall(r"POST (\S+/sessions) -H \"Authorization: (Bearer \S+)\"", text)[0]
+        opened = httpx.post(post, headers={"Authorization": key}, trust_env=False).json()
+        own = {"Authorization": f"Bearer {opened['key']}"}
+        body = {"messages": [{"role": "user", "content": "12 + 7 ="}]}
+        seen.append(httpx.post(f"{opened['base_url']}/chat/completions", json=body, headers=own, timeout=30, trust_env=False))
+        seen.append(httpx.get(f"{post}/{opened['session_id']}", headers=own, trust_env=False))
+
+    def wait(door: EngineDoor, timeout_s: float) -> None:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "print_text", lambda text: threading.Thread(target=use, args=(text,), daemon=True).start())
+    monkeypatch.setattr(EngineDoor, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        chat.serve(model, "plain", SessionSpec(64, 8, 4, 1.0, 0, "branching", "json"), slots=2)
+    answer, record = seen
+    assert answer.json()["choices"][0]["finish_reason"] in ("length", "stop")
+    assert record.json()["turns"][0]["reply"]["content"] == answer.json()["choices"][0]["message"]["content"]
