@@ -150,7 +150,9 @@ class Evidence:
         self._seen: Seen | None = None
         recipe = context.recipe
         episode_s, grade_s = recipe.environment.episode_deadline_s, recipe.grader.deadline_s
-        allowances_s = {"rollout": episode_s, "evaluator": episode_s, "grader": grade_s}
+        # The orchestrator itself says after stall_s what it waits for; that takes a moment to be heard.
+        lag_s = context.timing.lease_s
+        allowances_s = {"orchestrator": lag_s, "rollout": episode_s, "evaluator": episode_s, "grader": grade_s}
         self._stalls = StallWatch(context.timing.stall_s, allowances_s)
         self._named: set[str] = set()
         """Whose stall was told."""

@@ -35,6 +35,7 @@ class BatchFeed:
         self._after_step = after_step
         self._batches: dict[int, Batch] = {}
         self._ids: dict[int, str] = {}
+        """Of every accepted batch, by step."""
         self._ended: RunEnded | None = None
 
     def wait(self, step: int, trained_as: str | None) -> Batch | None:
@@ -49,7 +50,7 @@ class BatchFeed:
             self._poll()
             batch = self._batches.pop(step, None)
             if batch is not None:
-                self._check_same(batch, trained_as)
+                check_same(batch, trained_as)
                 return batch
             if trained_as is not None:
                 complete_since = self._check_gone(step, complete_since)
@@ -76,23 +77,10 @@ class BatchFeed:
                 self._ended = item.record
 
     def _take(self, batch: Batch) -> None:
-        other = self._ids.setdefault(batch.step, batch.batch_id)
-        if other != batch.batch_id or batch.step in self._batches:
-            raise MilesError(
-                f"two accepted batches of step {batch.step}: {other} and {batch.batch_id}; the orchestrator's lineage is "
-                f"broken, run `miles verify`"
-            )
+        check_only_one(batch, self._ids)
         self._note(batch)
         if batch.step > self._after_step:
             self._batches[batch.step] = batch
-
-    def _check_same(self, batch: Batch, trained_as: str | None) -> None:
-        found = digest_record(batch)
-        if trained_as is not None and found != trained_as:
-            raise NeedsRollback(
-                f"batch {batch.step}: the orchestrator's journal holds {batch.batch_id} with digest {found}, the step record "
-                f"names {trained_as}"
-            )
 
     def _check_gone(self, step: int, complete_since: float | None) -> float | None:
         """Raises NeedsRollback once the newest orchestrator's journal was read for long enough without this batch."""
@@ -106,6 +94,26 @@ class BatchFeed:
                 f"holds no such batch"
             )
         return since
+
+
+def check_only_one(batch: Batch, ids: dict[int, str]) -> None:
+    """Notes an accepted batch in `ids`, by step; MilesError if it is not the first of its step."""
+    if batch.step in ids:
+        raise MilesError(
+            f"two accepted batches of step {batch.step}: {ids[batch.step]} and {batch.batch_id}; the orchestrator's lineage is "
+            f"broken, run `miles verify`"
+        )
+    ids[batch.step] = batch.batch_id
+
+
+def check_same(batch: Batch, trained_as: str | None) -> None:
+    """NeedsRollback if an accepted step record names another batch of this step, by its digest."""
+    found = digest_record(batch)
+    if trained_as is not None and found != trained_as:
+        raise NeedsRollback(
+            f"batch {batch.step}: the orchestrator's journal holds {batch.batch_id} with digest {found}, the step record "
+            f"names {trained_as}"
+        )
 
 
 def read_batch(context: RoleContext, batch: Batch, lineage: Lineage) -> Rows:

@@ -143,20 +143,15 @@ class Learner:
         self._replay_until = last
         note = (lambda batch: None) if self._scaler is None else self._scaler.note
         self._feed = BatchFeed(self._context, after_step=self._step, note=note)
-        if last > self._step:
+        opening = opening_record(self._step, self._digest, self._lineage)
+        if opening is None:
             log.info("recovering: from step %d, training batches %d to %d again", self._step, self._step + 1, last)
-        elif last == self._step:
-            # A version exists by a step record of its own attempt, also when no batch is trained again to reach it.
-            changes = {"replay": True, "weights_digest": self._digest, "metrics": {}}
-            restated = self._lineage.steps[last].model_copy(update=changes)
-            self._compare(restated)
-            self._write(restated, f"the record of step {last}")
-            self._crash_point("after_step_record")
-            self._publish()
-        else:
-            self._write(_base_record(self._digest), "the record of step 0")
-            self._crash_point("after_step_record")
-            self._publish()
+            return
+        if opening.replay:
+            self._compare(opening)
+        self._write(opening, f"the record of step {opening.step}")
+        self._crash_point("after_step_record")
+        self._publish()
 
     def _load_checkpoint(self) -> None:
         found = newest_valid(self._context.paths, self._lineage)
@@ -190,7 +185,7 @@ class Learner:
                 self._do_step(batch)
 
     def _do_step(self, batch: Batch) -> None:
-        replay = batch.step <= self._replay_until
+        replay = is_replay(batch.step, self._replay_until)
         self._set_state(f"{'replaying' if replay else 'training'}: batch {batch.step}")
         with self._timed("read"):
             rows = read_batch(self._context, batch, self._lineage)
@@ -199,7 +194,7 @@ class Learner:
             self._compare(record)
         self._write(record, f"the record of step {batch.step}")
         self._crash_point("after_step_record")
-        if batch.step >= self._replay_until:
+        if is_published(batch.step, self._replay_until):
             self._publish()
         if batch.step % self._context.recipe.learner.checkpoint_every == 0:
             self._save_checkpoint()
@@ -365,6 +360,25 @@ class Learner:
         log.info("step %d reward=%.4f staleness=%d %s", record.step, record.mean_reward, record.staleness, seconds)
 
 
-def _base_record(digest: str) -> StepDone:
-    """Step 0: the base model was loaded."""
+def opening_record(step: int, digest: str, lineage: Lineage) -> StepDone | None:
+    """What an attempt that begins with the weights of `step` records, and publishes, before it trains.
+
+    None: later steps were accepted, so it first trains their batches again. At the last accepted step it restates that: a
+    version exists by a step record of its own attempt, also when no batch is trained again to reach it. Else it is step 0, the
+    base model.
+    """
+    if lineage.newest_step > step:
+        return None
+    if lineage.newest_step == step:
+        return lineage.steps[step].model_copy(update={"replay": True, "weights_digest": digest, "metrics": {}})
     return StepDone(step=0, batch_id="", manifest_digest="", weights_digest=digest, staleness=0, mean_reward=0.0)
+
+
+def is_replay(step: int, replay_until: int) -> bool:
+    """Whether an earlier attempt recorded this step; `replay_until`: the last that one did."""
+    return step <= replay_until
+
+
+def is_published(step: int, replay_until: int) -> bool:
+    """What is trained again is not published again, but for the last one (I8)."""
+    return step >= replay_until

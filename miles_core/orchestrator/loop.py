@@ -60,17 +60,12 @@ class Orchestrator:
     def start(self) -> None:
         """Cuts and folds the predecessors' journals and queues what is open to be copied again."""
         self._journal, accepted = open_journal(self._context)
-        for item in accepted:
-            if self._context.rollbacks.voids(item.attempt, item.record):
-                self.state.roll_back(item.record)
-            else:
-                self.state.apply(item.record)
+        self.state.take_over(accepted, self._context.rollbacks)
         everyone = [*self._rollouts, *self._graders]
         self._intake = Intake(self._context, everyone, cuts=self.state.cuts, on_cut=self._on_cut)
         self._context.leases.refresh()
-        for order in self.state.open_orders():
-            if order.receiver_attempt >= self._context.leases.newest(order.receiver):
-                self._outbox.add(0, order.receiver, order)
+        for order in self.state.orders_to_repeat(self._context.leases.newest):
+            self._outbox.add(0, order.receiver, order)
         self._context.state = "serving"
         log.info("open_groups=%d last_batch=%d records=%d", len(self.state.groups), self.state.last_batch, len(accepted))
 
@@ -96,7 +91,7 @@ class Orchestrator:
     def _read_steps(self) -> None:
         if any(isinstance(item.record, StepDone) for item in self._steps.poll()):
             self.state.trained_step = self._steps.newest_step
-            self._watchdog.moved()
+            self._moved()
 
     def _read_manifests(self) -> None:
         for receiver, record in self._intake.poll():
@@ -104,8 +99,7 @@ class Orchestrator:
                 self.state.end(receiver)
             else:
                 self.state.fold(receiver, record)
-            self._context.progress += 1
-            self._watchdog.moved()
+            self._moved()
 
     def _on_cut(self, cut: Cut) -> None:
         log.info("cut writer=%s attempt=%d bytes=%d", cut.writer, cut.attempt, cut.bytes)
@@ -134,6 +128,11 @@ class Orchestrator:
         position = self._append(record)
         if isinstance(record, (Order, GradeOrder)):
             self._outbox.add(position, record.receiver, record)
+        self._moved(record)
+
+    def _moved(self, record: Emitted | None = None) -> None:
+        """Something happened: for the own watchdog, and for the supervisor's, which reads the heartbeat."""
+        self._context.progress += 1
         self._watchdog.moved(record)
 
     def _append(self, record: Emitted | WriterCut) -> int:

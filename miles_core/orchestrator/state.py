@@ -41,6 +41,7 @@ from miles_core.records import (
     sample_id,
 )
 from miles_core.rollbacks import Rollbacks
+from miles_core.store.follow import Delivered
 
 
 class Receiver(NamedTuple):
@@ -189,6 +190,14 @@ class State:
                 self._close(group.group_id)
                 self.rolled_back[group.group_id] = f"of batch {record.step}, which was taken back"
 
+    def take_over(self, accepted: Iterable[Delivered], rollbacks: Rollbacks) -> None:
+        """Takes the predecessors' records that count, in order, as one that follows them."""
+        for item in accepted:
+            if rollbacks.voids(item.attempt, item.record):
+                self.roll_back(item.record)
+            else:
+                self.apply(item.record)
+
     def fold(self, receiver: Receiver, record: Any) -> None:
         """Takes one accepted record of a replica's or grader's manifest."""
         handler = self._fold.get(type(record))
@@ -248,6 +257,10 @@ class State:
                     if order.order_id not in seen:
                         seen.add(order.order_id)
                         yield order
+
+    def orders_to_repeat(self, newest: Callable[[str], int]) -> Iterator[Order | GradeOrder]:
+        """What a successor copies to the receivers again; `newest`: highest lease of a writer. A retired one reads no more."""
+        return (order for order in self.open_orders() if order.receiver_attempt >= newest(order.receiver))
 
     # --- own journal -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from miles_core.errors import DeadlineExceeded
 from miles_core.records import GradeOrder, Order, Stop
@@ -39,10 +39,15 @@ class Inbox:
         for _, _, record in self._copies.poll():
             if isinstance(record, Stop):
                 self.stop = record
-            elif record.receiver_attempt == self._attempt and record.order_id not in self._known:
+            elif is_mine(record, self._attempt, self._known):
                 self._known.add(record.order_id)
                 new.append(record)
         return new
+
+
+def is_mine(order: Order | GradeOrder, attempt: int, known: Collection[str]) -> bool:
+    """Whether `attempt` does an order: it names this attempt, and is none of those that it knows by their ids."""
+    return order.receiver_attempt == attempt and order.order_id not in known
 
 
 class Patience:

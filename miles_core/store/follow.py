@@ -11,15 +11,17 @@ only the cut counts. Three kinds of reader follow from who takes the cut:
 Each reads with `pull`, then needs a listing of the leases, then delivers with `act`; `poll` does all three, and
 `poll_together` does them for many readers with one listing. After an OSError nothing is lost: the next poll delivers it.
 
-The rule rests on one assumption: what one node wrote, all nodes see at most visibility_s later. Then a record that anybody
-acted upon was written before its reader could see the newer lease, and every cut holds it.
+What may be acted upon and when a cut is due is decided by three pure functions, `may_act`, `cut_is_due` and `deliverable`, by
+which a model of the protocol is explored exhaustively, too. They rest on one assumption: what one node wrote, all nodes see at
+most visibility_s later. Then a record that anybody acted upon was written before its reader could see the newer lease, and
+every cut holds it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -37,6 +39,28 @@ log = logging.getLogger("miles")
 
 EMPTY_HASH = xxhash.xxh3_128().hexdigest()
 _CUT_TRIES = 20
+
+
+def may_act(attempt: int, newest: int) -> bool:
+    """Whether records of `attempt` may be acted upon that were read before `newest` was listed as the highest lease."""
+    return newest <= attempt
+
+
+def cut_is_due(attempt: int, newest: int, seen_s: float, visibility_s: float) -> bool:
+    """Whether `attempt` may be cut by a read begun now: a higher lease was seen `seen_s` ago, so all that counts is visible."""
+    return newest > attempt and seen_s >= 2 * visibility_s
+
+
+def deliverable(current: int, newest: int, cuts: Mapping[int, Cut] | None) -> list[tuple[int, Cut | None]]:
+    """What a follower that stands at attempt `current` may deliver: (attempt, its cut, or None for all of it), in order.
+
+    `cuts`: what the newest attempt says in its first record; None while that is not there. A lower attempt of which it names no
+    cut is passed over.
+    """
+    if newest == 0 or (newest != current and cuts is None):
+        return []
+    lower = range(max(current, 1), newest)
+    return [*((attempt, cuts[attempt]) for attempt in lower if cuts is not None and attempt in cuts), (newest, None)]
 
 
 class Delivered(NamedTuple):
@@ -207,10 +231,21 @@ class Follower:
     def act(self) -> list[Delivered]:
         """New records that may be acted upon, by the last listing of the leases."""
         newest = self._reading.leases.newest(self._writer)
-        if newest and (newest == self._current or (self._learn_cuts(newest) and self._finish_cut_attempts(newest))):
-            self._ready += self._stream(newest).take()
+        is_known = newest == self._current or self._learn_cuts(newest)
+        for attempt, cut in deliverable(self._current, newest, self.cuts if is_known else None):
+            self._enter(attempt)
+            if cut is None:
+                self._ready += self._stream(attempt).take()
+            elif not self._stream(attempt).finish(cut, self._ready):
+                break
         ready, self._ready = self._ready, []
         return ready
+
+    def _enter(self, attempt: int) -> None:
+        """Lower attempts are read to their cuts, or were passed over."""
+        self._current = attempt
+        for lower in [known for known in self._streams if known < attempt]:
+            del self._streams[lower]
 
     def _stream(self, attempt: int) -> _Stream:
         if attempt not in self._streams:
@@ -225,20 +260,9 @@ class Follower:
         if first is None:
             return False
         self._reading.leases.refresh()
-        if self._reading.leases.newest(self._writer) != newest:
+        if not may_act(newest, self._reading.leases.newest(self._writer)):
             return False
         self.cuts = {cut.attempt: cut for cut in _opening_cuts(self._folder, newest, first).cuts}
-        return True
-
-    def _finish_cut_attempts(self, newest: int) -> bool:
-        """Delivers the rest of all lower attempts; one that the newest names no cut of is left where it is."""
-        self._current = max(self._current, 1)
-        while self._current < newest:
-            cut = self.cuts.get(self._current)
-            if cut is not None and not self._stream(self._current).finish(cut, self._ready):
-                return False
-            self._streams.pop(self._current, None)
-            self._current += 1
         return True
 
 
@@ -288,17 +312,19 @@ class DecidingFollower:
             self._stream.pull()
             self._reading.leases.refresh()
         else:
-            if self._reading.leases.newest(self._writer) <= self._stream.attempt:
+            if may_act(self._stream.attempt, self._reading.leases.newest(self._writer)):
                 self._ready += self._stream.take()
         ready, self._ready = self._ready, []
         return ready
 
     def _cut(self, stream: _Stream) -> Cut | None:
         """The cut of this attempt: known, or taken now because a higher lease was seen for long enough."""
-        if stream.attempt in self._cuts or self._reading.leases.newest(self._writer) <= stream.attempt:
-            return self._cuts.get(stream.attempt)
+        if stream.attempt in self._cuts:
+            return self._cuts[stream.attempt]
         if self._proposed is None:
-            if self._reading.leases.superseded_for_s(self._writer, stream.attempt) < 2 * self._reading.visibility_s:
+            leases = self._reading.leases
+            seen_s = leases.superseded_for_s(self._writer, stream.attempt)
+            if not cut_is_due(stream.attempt, leases.newest(self._writer), seen_s, self._reading.visibility_s):
                 return None
             self._proposed = stream.cut_here(self._writer)
         if self._proposed is not None:
@@ -334,7 +360,7 @@ class CopyReader:
             self._stream = _Stream(self._reading, self._folder, newest)
             self._stream.pull()
             self._reading.leases.refresh()
-            if self._reading.leases.newest(self._writer) != newest:
+            if not may_act(newest, self._reading.leases.newest(self._writer)):
                 return []
         return self._stream.take()
 
@@ -348,8 +374,8 @@ def cut_predecessors(reading: Reading, folder: Path, writer: str, attempt: int, 
     if attempt == 1:
         return Cuts()
     pause = _patient_sleep(reading, sleep, f"{writer} attempt {attempt}: waited for what its predecessors wrote in {folder}")
-    while (seen := reading.leases.seen_for_s(writer, attempt)) < 2 * reading.visibility_s:
-        pause(2 * reading.visibility_s - seen)
+    while not cut_is_due(attempt - 1, attempt, seen_s := reading.leases.seen_for_s(writer, attempt), reading.visibility_s):
+        pause(2 * reading.visibility_s - seen_s)
         try:
             reading.leases.refresh()
         except OSError as error:
