@@ -139,7 +139,10 @@ def _drawing(run_id: str, progress: Progress) -> Group:
 def summary_text(summary: dict[str, Any]) -> str:
     """The figures of a run in a few lines."""
     reward, evaluation, staleness = summary["reward"], summary["eval"], summary["staleness"]
-    groups, seconds = summary["groups"], summary["seconds"]
+    groups, seconds, policy = summary["groups"], summary["seconds"], summary["policy"]
+    kind = "" if policy["adapter"] is None else f", an adapter of rank {policy['adapter']['rank']}"
+    newest = policy["bytes_newest"]
+    size = "-" if newest is None else f"{newest / 1e6:.3g} MB"
     dropped = ", ".join(f"{reason} {count}" for reason, count in groups["dropped"].items()) or "none"
     return "\n".join((
         f"{summary['state']}: {summary['steps']} steps",
@@ -149,6 +152,7 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"on {evaluation['n']} held-out problems",
         f"  staleness mean {_show(staleness['mean'])}, max {_show(staleness['max'])}, bound {staleness['bound']}",
         f"  groups    {groups['issued']} issued, {groups['trained']} trained, {groups['open']} open, dropped: {dropped}",
+        f"  versions  {policy['versions']}, the newest one {size}{kind}",
         f"  seconds   {seconds['total']} in all, {_show(seconds['setup'])} set-up, learner {seconds['learner_busy']}, "
         f"rollout {seconds['rollout_busy']}, both {seconds['both_busy']}; {_show(summary['tokens_per_s'])} sampled tokens/s",
     ))  # fmt: skip

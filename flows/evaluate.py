@@ -57,7 +57,10 @@ def evaluate(
     temperature: float = 1.0,
     settings: list[str] | None = None,
 ) -> dict[str, object]:
-    """Scores `model` (a folder, RUN or RUN@STEP) and returns the figures; see `miles evaluate`."""
+    """Scores `model` (a folder, RUN or RUN@STEP) and returns the figures; see `miles evaluate`.
+
+    Of a run that trains give RUN@STEP: a retry, or a cancel, of RUN alone would mean another version.
+    """
     profile = load_cluster(cluster)
     question = question_of(_asked(model, recipe, family, problems, samples, temperature, settings))
     folder = folder_of(question, profile)

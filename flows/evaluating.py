@@ -111,7 +111,9 @@ def evaluate(asked: Asked, cluster: str, *, as_json: bool) -> int:
     try:
         result = steps.ensure_result(folder, profile, say)
     except KeyboardInterrupt:
-        again = shlex.join(["miles", *sys.argv[1:]])
+        # A run's newest version may be another one by then.
+        pinned = asked.model if question.model.step is None else f"{question.model.path}@{question.model.step}"
+        again = shlex.join(["miles", *(pinned if word == asked.model else word for word in sys.argv[1:])])
         say(f"left; the job goes on. Continue: {again}\nEnd: {again} --cancel")
         return LEFT_EXIT_CODE
     if as_json:

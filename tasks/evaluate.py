@@ -99,7 +99,7 @@ def _place_model(model: ModelSource, target: Path) -> None:
         else:
             run, paths = read_run(Path(model.path))
             export_version(run, paths, target, model.step)
-    except (FileExistsError, RunDirectoryError):
+    except (OSError, RunDirectoryError):
         if not target.exists():  # else somebody who asked the same was first
             raise
 
@@ -155,6 +155,8 @@ class _Watch:
     def __init__(self, folder: EvaluationFolder, profile: ClusterProfile, say: Say, clock: Callable[[], float]) -> None:
         self._folder, self._profile, self._say, self._clock = folder, profile, say, clock
         self._scheduler = make_scheduler(profile, folder.root)
+        self._first = max(folder.attempts(), default=0) + 1
+        """Earlier attempts are forgiven: whoever asks again may have mended what ended them."""
         self._missing_since: float | None = None
         self._excused: set[int] = set()
         """Attempts that the infrastructure ended."""
@@ -187,7 +189,7 @@ class _Watch:
     def _check_budget(self, attempts: dict[int, Attempt], newest: int) -> None:
         done, failed = self._folder.count_parts(), 0
         for number in reversed(attempts):
-            if attempts[number].parts != done:
+            if number < self._first or attempts[number].parts != done:
                 break
             failed += number not in self._excused
         if failed > self._profile.role_failures:

@@ -294,6 +294,13 @@ def test_attempts_that_get_nowhere_end_it(model: Path, profile: Any, monkeypatch
     with pytest.raises(NodesLost, match=r"2 attempts of evaluation .* ended without a new part"):
         wait_for_result(folder, profile, jobs, monkeypatch)
     assert len(jobs.specs) == 2
+    CountingAnswers.asked = []
+    monkeypatch.setattr(job, "Answers", CountingAnswers)
+    mended = FakeJobs(lambda: Cause.FAILED, lambda: job.work(folder, threading.Event()) or Cause.COMPLETED)
+    mended.jobs = dict(jobs.jobs)
+    mended.specs = list(jobs.specs)
+    wait_for_result(folder, profile, mended, monkeypatch)
+    assert [spec.attempt for spec in mended.specs] == [1, 2, 3, 4], "asked again, it is tried again"
 
 
 def test_an_attempt_that_nobody_can_find_is_given_up_later(model: Path, profile: Any, monkeypatch: Any) -> None:
