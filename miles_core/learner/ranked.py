@@ -25,7 +25,8 @@ import torch
 
 from miles_core.errors import MilesError
 from miles_core.learner.checkpoints import seal
-from miles_core.learner.ranks import ANSWER_S, LOOPBACK, Lead, Link, Message, Place
+from miles_core.learner.rank_line import Message
+from miles_core.learner.ranks import ANSWER_S, LOOPBACK, Lead, Link, Place
 from miles_core.records import FileDigest
 from miles_core.runtime.crash import crash_point
 from miles_core.store.fs import FileSystem
