@@ -297,3 +297,17 @@ def test_the_diagnosis_names_what_differs_and_is_no_error(make: Callable[..., Wo
     message = client.say(ASK, tools=[LOOK])
     client.say([*ASK, message, {"role": "user", "content": "go on"}], tools=[LOOK])
     assert client.dump()["mismatches"] == ["assistant_text"]
+
+
+def test_fifty_turns_cost_what_is_new(world: World) -> None:
+    """Neither what the engine reads nor what is rendered grows with the turns behind."""
+    client = world.open()
+    messages: list[dict[str, Any]] = []
+    for number in range(50):
+        messages.append({"role": "user", "content": f"turn {number:02d}"})
+        messages.append(client.say(messages))
+    found = client.dump()
+    rendered = [len(turn["prompt_ids"]) for turn in found["turns"]]
+    assert [len(request.tokens) for request in world.engine.requests] == rendered
+    assert len(set(rendered[1:])) == 1 and found["mismatches"] == []
+    assert found["rows"][0]["num_tokens"] == sum(rendered) + sum(len(turn["token_ids"]) for turn in found["turns"])
