@@ -1,7 +1,7 @@
-"""Does a real language model learn on two cores? SmolLM2-135M, two recipes, three seeds, into benchmarks/smollm2.json.
+"""Does a real language model learn on two cores? SmolLM2-135M, two recipes, full and LoRA, three seeds; smollm2.json beside it.
 
-    make record-smollm2        all runs, one at a time; a run that the file already has is not made again
-    .venv/bin/python benchmarks/smollm2.py smollm2/0 smollm2_needle/2      these alone
+    make record-smollm2        all 12 runs, one at a time; a run that the file already has is not made again
+    .venv/bin/python benchmarks/smollm2.py smollm2/0 smollm2_needle+lora/2      these alone
 
 Greedy on 512 held-out problems before and after, the reward of every step, and where the seconds went. A run must end at its
 goal or over it, verified, within 15 minutes. Figures are of single runs, one per seed; nothing is averaged over seeds.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,8 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "smollm2.json"
 GOALS = {"smollm2": 0.75, "smollm2_needle": 0.85}
 """Greedy score to reach, by recipe."""
+VARIANTS = {"": (), "+lora": ("model.lora={rank: 16, alpha: 32}", "learner.lr=3e-4")}
+"""Settings, by what follows the recipe in a run's name."""
 LIMIT_S = 900.0
 SEEDS = (0, 1, 2)
 PARTS = ("read_s", "train_s", "publish_s", "wait_s")
@@ -48,13 +51,13 @@ def miles(root: Path, *arguments: str, check: bool = True) -> subprocess.Complet
     return subprocess.run(command, cwd=root, env=environment(root), stdout=sys.stderr, text=True, check=check)
 
 
-def record(name: str, settings: tuple[str, ...]) -> dict[str, Any]:
-    """Makes the run `recipe/seed` and returns its figures; its directory is removed."""
-    recipe, _, seed = name.partition("/")
+def record(recipe: str, variant: str, seed: str, more: list[str]) -> dict[str, Any]:
+    """Makes a run and returns its figures; its directory is removed."""
+    settings = (f"seed={seed}", *VARIANTS[variant], *more)
     root = Path(tempfile.mkdtemp(prefix="smollm2-"))
     try:
         load, began = round(os.getloadavg()[0], 2), time.monotonic()
-        changes = [part for setting in (f"seed={seed}", *settings) for part in ("--set", setting)]
+        changes = [part for setting in settings for part in ("--set", setting)]
         miles(root, "run", recipe, "--run-id", "run", *changes)
         wall_s = round(time.monotonic() - began, 1)
         verified = miles(root, "verify", "run", check=False).returncode == 0
@@ -105,23 +108,24 @@ def save(runs: dict[str, Any]) -> None:
 def main() -> int:
     """Makes what is missing; prints a table. 0 if all runs reached their goals."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="recipe/seed; all of them by default")
+    parser.add_argument("names", nargs="*", help="recipe/seed or recipe+lora/seed; all by default")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a setting of these runs, kept with them")
     arguments = parser.parse_args()
-    names = arguments.names or [f"{recipe}/{seed}" for recipe in GOALS for seed in SEEDS]
-    unknown = [name for name in names if name.partition("/")[0] not in GOALS or not name.partition("/")[2].isdigit()]
-    if unknown:
-        parser.error(f"{unknown[0]!r}: write recipe/seed, the recipe one of {', '.join(GOALS)}")
+    names = arguments.names or [f"{recipe}{variant}/{seed}" for recipe in GOALS for variant in VARIANTS for seed in SEEDS]
+    parsed = {name: re.fullmatch(r"(\w+?)((?:\+lora)?)/(\d+)", name) for name in names}
+    for name, parts in parsed.items():
+        if parts is None or parts[1] not in GOALS:
+            parser.error(f"{name!r}: write recipe/seed or recipe+lora/seed, the recipe one of {', '.join(GOALS)}")
     runs = load()
-    for name in names:
-        if name not in runs:
-            runs[name] = record(name, tuple(arguments.set))
+    for name, parts in parsed.items():
+        if parts is not None and name not in runs:
+            runs[name] = record(*parts.groups(), arguments.set)
             save(runs)
-    print(f"{'run':18} {'greedy':16} {'reward last 5':14} {'wall s':8} {'learner s a step':18} verify")
+    print(f"{'run':24} {'greedy':16} {'reward last 5':14} {'wall s':8} {'learner s a step':18} verify")
     for name in names:
         row = runs[name]
         spent = sum(value for part, value in row["median_step_s"].items() if part != "wait_s")
-        print(f"{name:18} {row['greedy'][0]:.3f} -> {row['greedy'][-1]:.3f}   {statistics.mean(row['reward'][-5:]):<14.3f} "
+        print(f"{name:24} {row['greedy'][0]:.3f} -> {row['greedy'][-1]:.3f}   {statistics.mean(row['reward'][-5:]):<14.3f} "
               f"{row['wall_s']:<8} {spent:<18.2f} {row['verify_ok']}")  # fmt: skip
     return 0 if all(runs[name]["reached"] for name in names) else 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,9 +12,12 @@ from transformers import DynamicCache
 from miles_core.records import Version
 from miles_core.rollout.engine import Finished, Request
 from miles_core.rollout.torch_engine import PREFILL_TOKENS_PER_STEP, TorchEngine
-from tests.unit.test_torch_engine import END, EXACT, KINDS, V0, V1, V2, History, engine_of
+from tests.unit.contract_engines import V2
+from tests.unit.engine_history import History
+from tests.unit.test_torch_engine import END, EXACT, V0, V1, engine_of
 from tests.unit.tiny_models import Kind, tiny_model
 
+KINDS = get_args(Kind)
 LEAD = tuple(range(40, 70))
 QUESTIONS = [tuple(range(100 + 10 * number, 106 + 10 * number)) for number in range(5)]
 
