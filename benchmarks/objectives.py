@@ -150,7 +150,7 @@ def our_loss(batch: Found, spec: Any, name: str) -> tuple[Array, Array]:
     logp = torch.from_numpy(batch[name]).flatten().requires_grad_()
     old, rollout = (torch.from_numpy(batch[column]).flatten() for column in ("old", "rollout"))
     tokens = Tokens(logp, old, rollout, per_row[rows], inside, rows, len(batch["mask"]))
-    found = policy_loss(tokens, Totals(tokens=float(inside.sum()), rows=len(batch["mask"])), spec)
+    found = policy_loss(tokens, Totals(tokens=float(inside.sum()), episodes=len(batch["mask"])), spec)
     found.loss.backward()
     assert logp.grad is not None
     return found.loss.detach().reshape(1).numpy(), logp.grad.reshape(batch["mask"].shape).numpy()

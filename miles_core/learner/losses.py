@@ -7,8 +7,9 @@ weights at the start of the step, `logp_rollout` as the engine reported it when 
 - surrogate. clip: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), PPO eq. 7 with the two bounds of DAPO (arXiv 2503.14476,
   eq. 10). weight: sg(clip(r, ...)) A logp, CISPO (arXiv 2506.13585, eq. 4 and 5): a clipped token keeps its gradient.
 - weight w of corrections.py, a constant factor of each token's loss.
-- aggregation over the minibatch. token_mean: sum / its tokens (DAPO, eq. 8). sequence_mean: mean over rows of the mean over a
-  row's tokens (GRPO, arXiv 2402.03300, eq. 3). constant: sum / (its rows x loss_divisor_tokens) (Dr. GRPO, arXiv 2503.20783).
+- aggregation over the minibatch. token_mean: sum / its tokens (DAPO, eq. 8). sequence_mean: mean over episodes of the mean over
+  an episode's tokens (GRPO, arXiv 2402.03300, eq. 3). constant: sum / (its episodes x loss_divisor_tokens) (Dr. GRPO, arXiv
+  2503.20783). An episode is a row, or the rows that share its sample (siblings).
 With `kl_coef` each token adds kl_coef x g x k3 to its loss: k3 = (q - 1) - log q with q = exp(logp_base - logp) (GRPO, eq. 4),
 g the sample's gradient weight (grading/scaler.py); neither ratio nor w touches it.
 Divisors count every sampled token, also those that a correction or a value that is not finite takes out of the sum, so that
@@ -49,6 +50,8 @@ class Tokens:
     """[N] under the base model; read with kl_coef."""
     kl_weights: torch.Tensor | None = None
     """[N] g of the token's row; None: 1."""
+    episode_tokens: torch.Tensor | None = None
+    """[N] sampled tokens of the token's whole episode; None: every episode is one row."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Totals:
 
     tokens: float
     """Sampled tokens."""
-    rows: float
-    """Rows with a sampled token."""
+    episodes: float
+    """Episodes with a sampled token."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,11 @@ class PolicyLoss:
     """Sum of k3 to the base model over counted tokens; 0 without kl_coef."""
 
 
-def minibatch_totals(rows: Sequence[tuple[str, int, float]], flat_groups: FlatGroups) -> Totals:
-    """Of a minibatch's rows, each with its group, sampled tokens and advantage; see LearnerSpec.flat_groups."""
-    live = {group for group, _, advantage in rows if advantage != 0}
-    sizes = [size for group, size, _ in rows if size > 0 and (flat_groups == "counted" or group in live)]
-    return Totals(tokens=sum(sizes), rows=len(sizes))
+def minibatch_totals(rows: Sequence[tuple[str, str, int, float]], flat_groups: FlatGroups) -> Totals:
+    """Of a minibatch's rows, each with its group, episode, sampled tokens and advantage; see LearnerSpec.flat_groups."""
+    live = {group for group, _, _, advantage in rows if advantage != 0}
+    counted = [(episode, size) for group, episode, size, _ in rows if size > 0 and (flat_groups == "counted" or group in live)]
+    return Totals(tokens=sum(size for _, size in counted), episodes=len({episode for episode, _ in counted}))
 
 
 def policy_loss(tokens: Tokens, totals: Totals, spec: LearnerSpec) -> PolicyLoss:
@@ -101,7 +104,9 @@ def policy_loss(tokens: Tokens, totals: Totals, spec: LearnerSpec) -> PolicyLoss
     if k3 is not None:
         per_token = per_token + spec.kl_coef * (k3 if tokens.kl_weights is None else tokens.kl_weights * k3)
     if spec.aggregation == "sequence_mean":
-        lengths = Segments(tokens.rows, tokens.num_rows, wanted).total(torch.ones_like(per_token))
+        lengths = tokens.episode_tokens
+        if lengths is None:
+            lengths = Segments(tokens.rows, tokens.num_rows, wanted).total(torch.ones_like(per_token))
         per_token = per_token / lengths.clamp(min=1)
     loss = per_token.where(counted, per_token.new_zeros(())).sum() / _divisor(totals, spec)
     deviation = (ratio.detach() - 1).abs().where(counted, ratio.new_zeros(()))
@@ -144,9 +149,9 @@ def _divisor(totals: Totals, spec: LearnerSpec) -> float:
     if spec.aggregation == "token_mean":
         return totals.tokens
     if spec.aggregation == "sequence_mean":
-        return totals.rows
+        return totals.episodes
     if spec.loss_divisor_tokens is None:
         raise ValueError(
             "learner.aggregation: constant needs learner.loss_divisor_tokens; a recipe fills it in from its environment"
         )
-    return totals.rows * spec.loss_divisor_tokens
+    return totals.episodes * spec.loss_divisor_tokens

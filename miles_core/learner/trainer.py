@@ -29,6 +29,7 @@ import torch
 
 from miles_core.adapters import adapter_tensors, add_adapter, base_only
 from miles_core.errors import MilesError
+from miles_core.learner.balance import make_balance
 from miles_core.learner.batching import (
     Indexes,
     Microbatch,
@@ -112,7 +113,10 @@ class Trainer:
         if spec.kl_coef > 0:
             self._base = _base_policy(model_folder, dtype, self._device) if lora is None else self._without_adapter
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._balance = make_balance(self._module.model, spec.balance)
         self._critic = None if spec.critic is None else self._make_critic(model_folder, spec.critic, dtype)
+        self._more_metrics = [] if self._base is None else ["kl_base"]
+        self._more_metrics += [] if self._balance is None else ["balance_loss", "balance_beta"]
         self._engines = {CHECKPOINT_TAG: self._engine} | ({} if self._critic is None else {CRITIC_TAG: self._critic.engine})
 
     def train(
@@ -146,12 +150,14 @@ class Trainer:
         if self._module.routing is not None:
             metrics |= load_metrics(trajectories, self._module.routing.routers)
         updates = [
-            self._update(batch, logprobs, total) for batch, logprobs, total in zip(batches, old, totals, strict=True) if batch
+            self._update(number, batch, logprobs, total)
+            for number, (batch, logprobs, total) in enumerate(zip(batches, old, totals, strict=True))
+            if batch
         ]
         if self._critic is not None:
             factor = rate_factor(self._spec, step, staleness)
             judged |= self._critic.train(batches, targets, [total.tokens for total in totals], factor)
-        return {**metrics, **judged, **_mean_update(updates), "lr": rate}
+        return {**metrics, **judged, **_mean_update(updates, self._more_metrics), "lr": rate}
 
     def logprobs(self, token_lists: Sequence[Sequence[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]:
         """log softmax(logits / temperature) of every token but the first of each list: float32 [len - 1] each."""
@@ -184,7 +190,11 @@ class Trainer:
         Raises OSError when all ranks are through with each other, so that all may save again.
         """
         for tag, engine in self._engines.items():
-            engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=self._lora is not None)
+            excluded = self._lora is not None
+            state = self._own_state(tag)
+            engine.save_checkpoint(
+                str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=excluded
+            )
         return tuple(name for engine in self._engines.values() for name in _files_of(engine).write(folder))
 
     def load(self, folder: Path, files: Sequence[FileDigest]) -> None:
@@ -199,7 +209,13 @@ class Trainer:
             _files_of(engine).expect(folder, files)
             # Of an adapter's run the frozen base model is not in it.
             is_whole = self._lora is None or engine is not self._engine
-            engine.load_checkpoint(str(folder), tag=tag, load_module_strict=is_whole)
+            _, state = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=is_whole)
+            if self._balance is not None and tag == CHECKPOINT_TAG:
+                self._balance.grad_norm = state["grad_norm"]
+
+    def _own_state(self, tag: str) -> dict[str, float]:
+        """What a checkpoint holds beside the engine's state."""
+        return {"grad_norm": self._balance.grad_norm} if self._balance is not None and tag == CHECKPOINT_TAG else {}
 
     def _make_critic(self, model_folder: Path, spec: CriticSpec, dtype: Dtype) -> Critic:
         engine = _engine_around(ValueModel(_load_model(model_folder, dtype)), self._spec, dtype)
@@ -207,9 +223,12 @@ class Trainer:
 
     def _totals(self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Totals:
         """What the loss of one minibatch is divided by. Per rank, because DeepSpeed averages over the ranks."""
-        rows = [(trajectories[row].group_id, trajectories[row].num_sampled, float(advantages[row])) for row in part]
+        rows = [
+            (each.group_id, each.sample_id, each.num_sampled, float(advantages[row]))
+            for row, each in ((row, trajectories[row]) for row in part)
+        ]
         whole = minibatch_totals(rows, self._spec.flat_groups)
-        return Totals(tokens=whole.tokens / self._world, rows=whole.rows / self._world)
+        return Totals(tokens=whole.tokens / self._world, episodes=whole.episodes / self._world)
 
     def _microbatches(
         self,
@@ -248,17 +267,23 @@ class Trainer:
         old: list[list[torch.Tensor]] = []
         seen: list[torch.Tensor] = [torch.zeros(0, 5)]
         changed: list[tuple[int, int]] = [(0, 0)]
+        if self._balance is not None:
+            self._balance.begin(len(batches))
         with torch.no_grad():
             for batch in batches:
                 old.append([])
                 for micro in batch:
                     logprobs, entropy = self._engine(micro)
+                    if self._balance is not None:
+                        self._balance.count(len(old) - 1, micro)
                     old[-1].append(logprobs)
                     if routing is not None and micro.mask.any():
                         changed.append(routing.changed)
                     own = self._engine(micro.without_record())[0] if routing is not None and unreplayed else logprobs
                     columns = [logprobs, micro.rollout_logprobs, entropy, own, self._cut(micro, logprobs)]
                     seen.append(torch.stack(columns, dim=1)[micro.mask].cpu())
+        if self._balance is not None:
+            self._balance.share(self._everywhere)
         logp_old, logp_rollout, entropies, logp_own, cut = self._everywhere(torch.cat(seen)).unbind(dim=1)
         tokens = logp_old.numel()
         found = mismatch_metrics(logp_old, logp_rollout, cut)
@@ -286,12 +311,16 @@ class Trainer:
         torch.distributed.all_gather_object(parts, rows)
         return torch.cat(parts)
 
-    def _update(self, batch: list[Microbatch], old: list[torch.Tensor], totals: Totals) -> dict[str, float]:
-        """One optimizer update."""
-        losses = []
+    def _update(self, number: int, batch: list[Microbatch], old: list[torch.Tensor], totals: Totals) -> dict[str, float]:
+        """One optimizer update: minibatch `number` of the step."""
+        losses, uneven = [], 0.0
         for micro, logp_old in zip(batch, old, strict=True):
             found = self._loss(micro, logp_old, totals)
-            self._engine.backward(found.loss)
+            loss = found.loss
+            if self._balance is not None:
+                part = self._balance.part(number, micro)
+                loss, uneven = loss + self._balance.factor * self._world * part, uneven + float(part.detach())
+            self._engine.backward(loss)
             losses.append(found)
         self._engine.step()
         row = [
@@ -300,17 +329,24 @@ class Trainer:
             sum(found.nonfinite for found in losses),
             sum(int(micro.mask.sum()) for micro in batch),
             sum(found.kl_base for found in losses),
+            uneven,
             max(found.ratio_deviation for found in losses),
         ]
         sums = self._everywhere(torch.tensor([row], dtype=torch.float64))
-        loss, clipped, nonfinite, tokens, kl_base = (float(value) for value in sums[:, :5].sum(dim=0))
+        total, clipped, nonfinite, tokens, kl_base, uneven = (float(value) for value in sums[:, :6].sum(dim=0))
+        grad_norm = float(self._engine.get_global_grad_norm())
+        balance = {}
+        if self._balance is not None:
+            balance = {"balance_loss": uneven, "balance_beta": self._balance.beta}
+            self._balance.grad_norm = grad_norm
         return {
-            "loss": loss,
-            "grad_norm": float(self._engine.get_global_grad_norm()),
+            "loss": total,
+            "grad_norm": grad_norm,
             "clip_frac": clipped / tokens,
-            "ratio_deviation_max": float(sums[:, 5].max()),
+            "ratio_deviation_max": float(sums[:, 6].max()),
             "nonfinite_tokens": nonfinite,
             **({} if self._base is None else {"kl_base": kl_base / tokens}),
+            **balance,
         }
 
     def _without_adapter(self, micro: Microbatch) -> torch.Tensor:
@@ -342,16 +378,14 @@ def learning_rate(spec: LearnerSpec, step: int, staleness: int = 0) -> float:
     return spec.lr * rate_factor(spec, step, staleness)
 
 
-def _mean_update(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Mean over the updates of a step (counts: sum, deviation: largest, and that of the first update, before which no weight
-    has moved: it shows whether the two forward passes of a step agree); zeros if there was none."""
-    names = ("loss", "grad_norm", "clip_frac", "ratio_deviation_max", "nonfinite_tokens")
+def _mean_update(updates: list[dict[str, float]], more: Sequence[str]) -> dict[str, float]:
+    """Mean over the updates of a step, also of `more` (counts: sum, deviation: largest, and that of the first update, before
+    which no weight has moved: it shows whether the two forward passes of a step agree); zeros if there was none."""
+    means = ("loss", "grad_norm", "clip_frac", *more)
+    names = (*means, "ratio_deviation_max", "nonfinite_tokens")
     columns = {name: [update[name] for update in updates] or [0.0] for name in names}
-    means = {name: float(np.mean(columns[name])) for name in names[:3]}
-    if any("kl_base" in update for update in updates):
-        means["kl_base"] = float(np.mean([update["kl_base"] for update in updates]))
     return {
-        **means,
+        **{name: float(np.mean(columns[name])) for name in means},
         "ratio_deviation_max": max(columns["ratio_deviation_max"]),
         "ratio_deviation_start": columns["ratio_deviation_max"][0],
         "nonfinite_tokens": sum(columns["nonfinite_tokens"]),

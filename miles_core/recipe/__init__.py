@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from miles_core.recipe.closed import Closed
 from miles_core.recipe.environment import AgentSpec, EnvironmentSpec, GraderSpec, GradeWeightsSpec, PromptSpec
-from miles_core.recipe.learner import CriticSpec, LearnerSpec, RewardScalerSpec
+from miles_core.recipe.learner import BalanceSpec, CriticSpec, LearnerSpec, RewardScalerSpec
 from miles_core.recipe.model import EvaluationSpec, LoraSpec, ModelSpec, PolicySpec, RetentionSpec
 from miles_core.recipe.reading import CONFIGS, apply_overrides, explain, find_config, load_recipe, read_yaml
 from miles_core.recipe.rollout import NgramSpec, OrchestratorSpec, RolloutPool, RolloutSpec, VllmSpec
@@ -18,6 +18,7 @@ from miles_core.recipe.timing import Timing
 __all__ = [
     "AgentSpec",
     "CONFIGS",
+    "BalanceSpec",
     "Closed",
     "CriticSpec",
     "EnvironmentSpec",

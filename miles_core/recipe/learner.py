@@ -41,6 +41,15 @@ class CriticSpec(Closed):
     """A value moves at most so far from that of the start of the step before it stops to gain by it."""
 
 
+class BalanceSpec(Closed):
+    """Experimental: a balance loss for the routers of a mixture of experts (sources L9, learner/balance.py)."""
+
+    coef: float = Field(default=0.01, gt=0)
+    """What multiplies it, times beta = exp(-rate x gradient norm)."""
+    rate: float = Field(default=1.0, ge=0)
+    """lambda: 0 is a plain balance loss, more is looser while the gradient is large."""
+
+
 class LearnerSpec(Closed):
     """Objective and optimizer, on DeepSpeed. docs/objectives.md has the objectives' formulas."""
 
@@ -110,6 +119,8 @@ class LearnerSpec(Closed):
     freeze_router: bool = True
     """For a mixture of experts: its routers keep the base model's weights (sources L9; the MiMo report's cure for routers that
     collapse). Without effect on a dense model."""
+    balance: BalanceSpec | None = None
+    """Experimental: with `freeze_router: false`, a loss that keeps the experts evenly loaded. null: none."""
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO stage; without one, it neither sums bfloat16 gradients in float32 nor reports the gradient norm."""
 
@@ -124,6 +135,10 @@ class LearnerSpec(Closed):
             raise ValueError(
                 f"learner.loss_divisor_tokens is the divisor of aggregation: constant, but aggregation is {self.aggregation}; "
                 f"remove one of the two"
+            )
+        if self.balance is not None and self.freeze_router:
+            raise ValueError(
+                "learner.balance moves the routers, but freeze_router keeps them; set freeze_router: false or balance: null"
             )
         if self.staleness_pull > 0 and self.kl_coef == 0:
             raise ValueError(

@@ -39,7 +39,8 @@ def totals_of(case: Case, spec: LearnerSpec) -> Totals:
     lengths = torch.from_numpy(case.lengths)
     per_row = advantages(torch.from_numpy(case.rewards), lengths.reshape(case.rewards.shape), spec.advantage).reshape(-1)
     groups = np.repeat(np.arange(case.rewards.shape[0]), case.rewards.shape[1])
-    rows = zip(map(str, groups), case.lengths.tolist(), per_row.tolist(), strict=True)
+    episodes = map(str, range(len(groups)))
+    rows = zip(map(str, groups), episodes, case.lengths.tolist(), per_row.tolist(), strict=True)
     return minibatch_totals(list(rows), spec.flat_groups)
 
 
@@ -103,8 +104,8 @@ def frozen_loss(objective: str, tokens: Tokens, totals: Totals) -> torch.Tensor:
         gain = torch.minimum(ratio * tokens.advantages, bounded * tokens.advantages)
     per_token = -(old - tokens.logp_rollout).clamp(-20, 20).exp().clamp(max=2.0) * gain
     if preset.aggregation == "sequence_mean":
-        return (per_token / sizes).sum() / totals.rows
-    return per_token.sum() / (totals.tokens if preset.aggregation == "token_mean" else totals.rows * 72)
+        return (per_token / sizes).sum() / totals.episodes
+    return per_token.sum() / (totals.tokens if preset.aggregation == "token_mean" else totals.episodes * 72)
 
 
 @pytest.mark.parametrize("objective", LOSSES)
@@ -220,9 +221,24 @@ def test_no_gradient_reaches_the_old_policy_or_the_rollout(objective: str) -> No
 
 
 def test_groups_without_signal_are_in_the_divisor_or_not() -> None:
-    rows = [("a", 3, 0.0), ("a", 4, 0.0), ("b", 5, 0.0), ("b", 0, 1.0), ("b", 2, -1.0)]
-    assert minibatch_totals(rows, "counted") == Totals(tokens=14, rows=4)
-    assert minibatch_totals(rows, "left_out") == Totals(tokens=7, rows=2)
+    rows = [("a", "1", 3, 0.0), ("a", "2", 4, 0.0), ("b", "3", 5, 0.0), ("b", "4", 0, 1.0), ("b", "5", 2, -1.0)]
+    assert minibatch_totals(rows, "counted") == Totals(tokens=14, episodes=4)
+    assert minibatch_totals(rows, "left_out") == Totals(tokens=7, episodes=2)
+
+
+def test_siblings_are_one_episode_in_the_mean() -> None:
+    """Rows of 2, 3 and 4 sampled tokens, the first two of one episode: divided by 5, 5 and 4, and masked tokens by nobody."""
+    sizes = [2, 3, 4]
+    rows = [("g", episode, size, 1.0) for episode, size in zip("aab", sizes, strict=True)]
+    assert minibatch_totals(rows, "counted") == Totals(tokens=9, episodes=2)
+    spec = spec_of("grpo", aggregation="sequence_mean", correction="none")
+    index = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+    zeros = torch.zeros(9)
+    advantages = -torch.tensor([2.0, 2, 3, 3, 3, 0, 0, 0, 0])
+    tokens = Tokens(zeros.clone().requires_grad_(), zeros, zeros, advantages, torch.ones(9, dtype=torch.bool), index, 3)
+    whole = replace(tokens, episode_tokens=torch.tensor([5.0, 5, 4])[index])
+    assert float(policy_loss(whole, Totals(9, 1), spec).loss.detach()) == pytest.approx(13 / 5)
+    assert float(policy_loss(tokens, Totals(9, 1), spec).loss.detach()) == pytest.approx(5.0), "each row a mean of its own"
 
 
 def test_a_constant_divisor_that_nobody_gave_is_a_named_error() -> None:
@@ -252,8 +268,8 @@ def test_the_pull_to_the_base_model_equals_the_reference(objective: str) -> None
     loss, gradient, pull = LOSSES[objective](case, CORRECTIONS["tis"]), [], 0.0
     divisors = {
         "token_mean": [totals.tokens] * len(base),
-        "sequence_mean": [totals.rows * size for size in case.lengths],
-        "constant": [totals.rows * 72] * len(base),
+        "sequence_mean": [totals.episodes * size for size in case.lengths],
+        "constant": [totals.episodes * 72] * len(base),
     }[plain.aggregation]
     for i, (logp, there) in enumerate(zip(case.logp, base, strict=True)):
         q = np.exp(there - logp)

@@ -232,7 +232,7 @@ def reference_gradient(folder: Path, size: int, *, drop: bool) -> dict[str, torc
     policy = Policy(AutoModelForCausalLM.from_pretrained(folder)).eval()
     rows, advantages = make_batch(1)
     kept = with_signal(list(range(len(rows))), rows, advantages) if drop else list(range(len(rows)))
-    totals = Totals(tokens=sum(row.num_sampled for row in rows), rows=len(rows))
+    totals = Totals(tokens=sum(row.num_sampled for row in rows), episodes=len(rows))
     for micro in microbatches(kept, rows, advantages, size):
         logp, _ = policy(micro)
         columns = (logp, logp.detach(), micro.rollout_logprobs, micro.advantages, micro.mask, micro.rows)
