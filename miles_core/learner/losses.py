@@ -9,7 +9,8 @@ weights at the start of the step, `logp_rollout` as the engine reported it when 
 - weight w of corrections.py, a constant factor of each token's loss.
 - aggregation over the minibatch. token_mean: sum / its tokens (DAPO, eq. 8). sequence_mean: mean over episodes of the mean over
   an episode's tokens (GRPO, arXiv 2402.03300, eq. 3). constant: sum / (its episodes x loss_divisor_tokens) (Dr. GRPO, arXiv
-  2503.20783). An episode is a row, or the rows that share its sample (siblings).
+  2503.20783). An episode is a row, or the rows that share its sample: siblings, whose part of their episode (`episode_parts`)
+  is in their advantages and gradient weights, to which every loss is proportional.
 With `kl_coef` each token adds kl_coef x g x k3 to its loss: k3 = (q - 1) - log q with q = exp(logp_base - logp) (GRPO, eq. 4),
 g the sample's gradient weight (grading/scaler.py); neither ratio nor w touches it.
 Divisors count every sampled token, also those that a correction or a value that is not finite takes out of the sum, so that
@@ -18,9 +19,12 @@ no token weighs more because another one was left out. Every result is finite fo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from miles_core.learner.corrections import LOG_RATIO_BOUND, bounded_exp, correction_weights
@@ -50,8 +54,6 @@ class Tokens:
     """[N] under the base model; read with kl_coef."""
     kl_weights: torch.Tensor | None = None
     """[N] g of the token's row; None: 1."""
-    episode_tokens: torch.Tensor | None = None
-    """[N] sampled tokens of the token's whole episode; None: every episode is one row."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,16 @@ def minibatch_totals(rows: Sequence[tuple[str, str, int, float]], flat_groups: F
     return Totals(tokens=sum(size for _, size in counted), episodes=len({episode for episode, _ in counted}))
 
 
+def episode_parts(sizes: Sequence[tuple[str, int]]) -> npt.NDArray[np.float64] | None:
+    """[rows] a row's share of its episode's sampled tokens, from each row's episode and number of them; None: all are 1."""
+    whole = Counter[str]()
+    for episode, size in sizes:
+        whole[episode] += size
+    if len(whole) == len(sizes):
+        return None
+    return np.array([size / max(1, whole[episode]) for episode, size in sizes])
+
+
 def policy_loss(tokens: Tokens, totals: Totals, spec: LearnerSpec) -> PolicyLoss:
     """See module. The losses of a minibatch's microbatches add up to the loss of the minibatch."""
     wanted = tokens.mask.bool()
@@ -104,9 +116,7 @@ def policy_loss(tokens: Tokens, totals: Totals, spec: LearnerSpec) -> PolicyLoss
     if k3 is not None:
         per_token = per_token + spec.kl_coef * (k3 if tokens.kl_weights is None else tokens.kl_weights * k3)
     if spec.aggregation == "sequence_mean":
-        lengths = tokens.episode_tokens
-        if lengths is None:
-            lengths = Segments(tokens.rows, tokens.num_rows, wanted).total(torch.ones_like(per_token))
+        lengths = Segments(tokens.rows, tokens.num_rows, wanted).total(torch.ones_like(per_token))
         per_token = per_token / lengths.clamp(min=1)
     loss = per_token.where(counted, per_token.new_zeros(())).sum() / _divisor(totals, spec)
     deviation = (ratio.detach() - 1).abs().where(counted, ratio.new_zeros(()))

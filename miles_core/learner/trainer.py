@@ -43,7 +43,7 @@ from miles_core.learner.batching import (
 from miles_core.learner.corrections import cut_tokens, mismatch_metrics
 from miles_core.learner.critic import CHECKPOINT_TAG as CRITIC_TAG
 from miles_core.learner.critic import Critic, Targets, ValueModel
-from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
+from miles_core.learner.losses import PolicyLoss, Tokens, Totals, episode_parts, minibatch_totals, policy_loss
 from miles_core.learner.moderation import rate_factor
 from miles_core.learner.routing import RoutingReplay, changed_metric, freeze_routers, load_metrics, without_replay
 from miles_core.learner.segments import Segments
@@ -139,6 +139,10 @@ class Trainer:
             group["lr"] = rate
         if self._module.routing is not None:
             self._module.routing.check(trajectories)
+        if self._spec.aggregation == "sequence_mean":
+            shares = episode_parts([(row.sample_id, row.num_sampled) for row in trajectories])
+            if shares is not None:
+                advantages, kl_weights = advantages * shares, shares if kl_weights is None else kl_weights * shares
         parts = split_groups(trajectories, self._spec.minibatches)
         totals = [self._totals(part, trajectories, advantages) for part in parts]
         batches = [self._microbatches(part, trajectories, advantages, kl_weights) for part in parts]

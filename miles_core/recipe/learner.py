@@ -136,6 +136,11 @@ class LearnerSpec(Closed):
                 f"learner.loss_divisor_tokens is the divisor of aggregation: constant, but aggregation is {self.aggregation}; "
                 f"remove one of the two"
             )
+        if self.advantage == "gae" and self.aggregation == "sequence_mean":
+            raise ValueError(
+                "learner.aggregation: sequence_mean is a mean over samples, but with advantage gae each token has its own; set "
+                "aggregation: token_mean or constant"
+            )
         if self.balance is not None and self.freeze_router:
             raise ValueError(
                 "learner.balance moves the routers, but freeze_router keeps them; set freeze_router: false or balance: null"

@@ -254,6 +254,8 @@ def test_ppo_has_a_critic_and_nobody_else() -> None:
                 "learner.flat_groups=left_out",
             ),
         )
+    with pytest.raises(RecipeError, match=r"aggregation: sequence_mean is a mean over samples"):
+        load_recipe("chain_sum", ("learner.objective=ppo", "learner.aggregation=sequence_mean"))
 
 
 def test_one_sample_a_prompt_is_for_objectives_that_compare_no_group() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_core.learner.advantages import advantages
-from miles_core.learner.losses import PolicyLoss, Tokens, Totals, minibatch_totals, policy_loss
+from miles_core.learner.losses import PolicyLoss, Tokens, Totals, episode_parts, minibatch_totals, policy_loss
 from miles_core.presets import PRESETS
 from miles_core.recipe import LearnerSpec
 from tests.unit.objective_reference import CORRECTIONS, LOSSES, Array, Case, Result, Weights, grpo_paper, random_case
@@ -227,18 +227,25 @@ def test_groups_without_signal_are_in_the_divisor_or_not() -> None:
 
 
 def test_siblings_are_one_episode_in_the_mean() -> None:
-    """Rows of 2, 3 and 4 sampled tokens, the first two of one episode: divided by 5, 5 and 4, and masked tokens by nobody."""
+    """Rows of 2, 3 and 4 sampled tokens, the first two of one episode: divided by 5, 5 and 4."""
     sizes = [2, 3, 4]
     rows = [("g", episode, size, 1.0) for episode, size in zip("aab", sizes, strict=True)]
     assert minibatch_totals(rows, "counted") == Totals(tokens=9, episodes=2)
-    spec = spec_of("grpo", aggregation="sequence_mean", correction="none")
+    parts = episode_parts([(episode, size) for _, episode, size, _ in rows])
+    assert parts is not None and parts.tolist() == [2 / 5, 3 / 5, 1.0]
+    assert episode_parts([("a", 2), ("b", 0)]) is None
+    assert episode_parts([("a", 0), ("a", 0)]).tolist() == [0, 0]  # type: ignore[union-attr]
+    spec = spec_of("grpo", aggregation="sequence_mean", correction="none", kl_coef=0.1)
     index = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
     zeros = torch.zeros(9)
+    base = torch.where(index < 2, 1.0, 0.0)
     advantages = -torch.tensor([2.0, 2, 3, 3, 3, 0, 0, 0, 0])
-    tokens = Tokens(zeros.clone().requires_grad_(), zeros, zeros, advantages, torch.ones(9, dtype=torch.bool), index, 3)
-    whole = replace(tokens, episode_tokens=torch.tensor([5.0, 5, 4])[index])
-    assert float(policy_loss(whole, Totals(9, 1), spec).loss.detach()) == pytest.approx(13 / 5)
-    assert float(policy_loss(tokens, Totals(9, 1), spec).loss.detach()) == pytest.approx(5.0), "each row a mean of its own"
+    tokens = Tokens(zeros.clone(), zeros, zeros, advantages, torch.ones(9, dtype=torch.bool), index, 3, logp_base=base)
+    share = torch.from_numpy(parts)[index].float()
+    whole = replace(tokens, advantages=advantages * share, kl_weights=share)
+    k3 = math.e - 2
+    assert float(policy_loss(whole, Totals(9, 1), spec).loss) == pytest.approx(13 / 5 + 0.1 * k3)
+    assert float(policy_loss(tokens, Totals(9, 1), spec).loss) == pytest.approx(5.0 + 0.1 * 2 * k3), "each a mean of its own"
 
 
 def test_a_constant_divisor_that_nobody_gave_is_a_named_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,26 @@ def test_passes_that_disagree_show(tmp_path: Path) -> None:
     trainer = Trainer(save_tiny_model(tmp_path / "base", attention_dropout=0.5), SPEC, "float32")
     trainer._module.train()
     assert trainer.train(*make_batch(1), 1)["ratio_deviation_start"] > 1e-3
+
+
+# --- siblings
+
+
+def test_siblings_of_an_episode_weigh_as_the_row_that_they_were_cut_from(folder: Path) -> None:
+    """In a mean over episodes: a row of two turns, and the same as two rows, each with one of them."""
+    spec = SPEC.model_copy(update={"aggregation": "sequence_mean", "minibatches": 1, "ramp_steps": 0, "lr": 1e-3})
+    rows, advantages = make_batch(1)
+    halves = []
+    for row in rows:
+        sampled = np.flatnonzero(row.loss_mask)
+        for own in (sampled[:2], sampled[2:]):
+            mask = np.zeros_like(row.loss_mask)
+            mask[own] = 1
+            halves.append(replace(row, loss_mask=mask, logprobs=row.logprobs * mask))
+    whole, cut = Trainer(folder, spec, "float32"), Trainer(folder, spec, "float32")
+    expected, found = whole.train(rows, advantages, 1), cut.train(halves, advantages.repeat(2), 1)
+    for name in ("loss", "grad_norm", "tokens"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 # --- staleness
