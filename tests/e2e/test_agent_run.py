@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from miles_core.trajectories.lines import lines
 from miles_core.trajectories.shards import read_shard
+from miles_core.verify import verify_run
 from tests.e2e.runs import miles
 
 pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(900)]
@@ -21,8 +21,9 @@ def test_a_run_of_a_branching_agent_completes_and_proves_itself(tmp_path: Path) 
     settings = [word for setting in (*SHORT, *BRANCHING) for word in ("--set", setting)]
     done = miles(tmp_path, "run", "chain_sum_agent", "--run-id", "agent", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(miles(tmp_path, "verify", "agent", "--json").stdout)
-    assert result["faults"] == [] and (result["state"], result["steps"], result["groups_open"]) == ("COMPLETED", 3, 0)
+    result = verify_run(tmp_path / "runs/agent")
+    assert result.faults == [] and result.state == "COMPLETED"
+    assert (result.facts["steps"], result.facts["groups_open"]) == (3, 0)
     rows = [row for path in (tmp_path / "runs/agent/trajectories").rglob("*.arrow") for row in read_shard(path)]
     assert {row.status for row in rows} <= {"complete", "truncated"} and len(rows) >= 3 * 2 * 4
     assert any(row.facts.get("tool_calls") for row in rows) and any(row.facts.get("second_answer") for row in rows)

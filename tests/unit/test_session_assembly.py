@@ -158,8 +158,8 @@ def as_trajectory(columns: dict[str, object]) -> Trajectory:
 
 @pytest.mark.parametrize("part", range(8))
 def test_every_sampled_token_is_trained_once_whatever_an_agent_does(part: int) -> None:
-    """640 trees and lines."""
-    for seed in range(part * 80, part * 80 + 80):
+    """520 trees and lines."""
+    for seed in range(part * 65, part * 65 + 65):
         oracle = Oracle(seed, "linear" if seed % 4 == 0 else "branching")
         for _ in range(oracle.rng.randint(1, 25)):
             oracle.step()
