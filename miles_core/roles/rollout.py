@@ -48,18 +48,19 @@ def main(context: RoleContext) -> None:
 
     from miles_core.environments.registry import make_environment
     from miles_core.rollout.choice import make_renderer, sampler_class
+    from miles_core.rollout.meter import MeteredEngine
     from miles_core.rollout.worker import RolloutWorker
 
     recipe = context.recipe
     if recipe.model.lora is not None:
         check_base_model(context.run, context.paths)
     renderer = make_renderer(context.paths.base_model, recipe.model.chat)
-    engine = make_engine(context, pool_of(context), renderer.end_id)
+    engine = MeteredEngine(make_engine(context, pool_of(context), renderer.end_id))
     sampler = sampler_class(recipe.environment)(
         engine, make_environment(recipe.environment, f"{context.run.run_id}.{context.writer}"), renderer, recipe.environment,
         producer=context.writer, attempt=context.attempt,
     )  # fmt: skip
-    asyncio.run(RolloutWorker(context, journal, engine, sampler).run())
+    asyncio.run(RolloutWorker(context, journal, engine, sampler, figures=engine.figures).run())
 
 
 if __name__ == "__main__":

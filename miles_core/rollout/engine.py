@@ -7,7 +7,7 @@ version that sampled it (sources R7). An engine never talks to the store.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -54,11 +54,38 @@ class Finished:
     not recorded."""
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What an engine has done since it was made."""
+
+    prompt_tokens: int = 0
+    """Tokens that turns began with: all that the session had by then."""
+    reused_tokens: int = 0
+    """Of these, tokens whose keys and values were there and were not computed for this turn."""
+    drafted_tokens: int = 0
+    """Tokens guessed by speculation."""
+    accepted_tokens: int = 0
+    """Of these, tokens that were kept."""
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
 class Engine(Protocol):
     """Samples many sessions at once. Not safe to share between threads."""
 
-    version: Version
-    """Of the weights now loaded."""
+    @property
+    def version(self) -> Version:
+        """Of the weights now loaded."""
+        ...
+
+    @property
+    def counts(self) -> Counts:
+        """What it has done so far."""
+        ...
 
     @property
     def free_slots(self) -> int:

@@ -23,7 +23,7 @@ from miles_core.adapters import Merger
 from miles_core.errors import MilesError, RecipeError
 from miles_core.recipe import LoraSpec
 from miles_core.records import Version
-from miles_core.rollout.engine import Finished, Request
+from miles_core.rollout.engine import Counts, Finished, Request
 from miles_core.rollout.expert_record import ExpertRecord
 from miles_core.rollout.prefixes import HeldPrefixes
 from miles_core.rollout.slots import ATTENTION, Ints, Pack, SlotCache
@@ -75,6 +75,7 @@ class TorchEngine:
         self._key_of: dict[int, str] = {}
         self._free = list(range(slots))
         self._arrivals = 0
+        self.counts = Counts()
         self._running = np.zeros(slots, dtype=bool)
         self._arrival = np.zeros(slots, dtype=np.int64)
         self._cached = np.zeros(slots, dtype=np.int64)
@@ -129,6 +130,7 @@ class TorchEngine:
             )
         slot = self._take(request) if slot is None else slot
         start = used + len(request.tokens)
+        self.counts += Counts(prompt_tokens=start, reused_tokens=int(self._cached[slot]))
         self._tokens[slot, used:start] = request.tokens
         self._first[slot] = self._cached[slot]
         self._total[slot] = self._start[slot] = start
@@ -203,6 +205,7 @@ class TorchEngine:
                 continue
             if source != slot:
                 self._cache.copy(source, slot, known)
+                self.counts += Counts(reused_tokens=known)
                 if self._experts is not None:
                     self._experts.copy(source, slot, known)
             self._cached[slot] = known

@@ -32,7 +32,7 @@ from miles_core.adapters import Merger
 from miles_core.errors import MilesError, RecipeError
 from miles_core.recipe import LoraSpec, VllmSpec
 from miles_core.records import Version
-from miles_core.rollout.engine import Finished, Request
+from miles_core.rollout.engine import Counts, Finished, Request
 from miles_core.rollout.model_limits import check_no_record
 from miles_core.rollout.torch_engine import match_weights
 
@@ -97,6 +97,7 @@ class VllmEngine:
         self._sessions: dict[str, _Session] = {}
         self._key_of: dict[str, str] = {}
         self._made = self._exchanges = 0
+        self.counts = Counts()
         self._is_poisoned = False
         """Whether free KV blocks may hold what is not finite."""
         self.version = version
@@ -128,6 +129,7 @@ class VllmEngine:
         session = self._take(request.session_key) if session is None else session
         session.total, session.limit = start, min(start + request.max_new_tokens, self._max_tokens)
         session.running, session.tokens, session.logprobs, session.versions = True, [], [], []
+        self.counts += Counts(prompt_tokens=start, reused_tokens=0 if session.newest is None else used - 1)
         # vLLM forgets a session's newest token, which it never fed.
         tokens = [*request.tokens] if session.newest is None else [session.newest, *request.tokens]
         seed = xxhash.xxh3_64_intdigest(f"{request.seed}/{start}".encode()) >> 1
@@ -164,9 +166,14 @@ class VllmEngine:
         if not self.running:
             return []
         finished = []
-        for output in self._core.get_output().outputs:
+        outputs = self._core.get_output()
+        if outputs.scheduler_stats is not None and (guessed := outputs.scheduler_stats.spec_decoding_stats) is not None:
+            self.counts += Counts(drafted_tokens=guessed.num_draft_tokens, accepted_tokens=guessed.num_accepted_tokens)
+        for output in outputs.outputs:
             session_key = self._key_of[output.request_id]
             session = self._sessions[session_key]
+            if output.prefill_stats is not None:
+                self.counts += Counts(reused_tokens=output.prefill_stats.num_cached_tokens)
             self._record(session_key, session, output)
             if output.finish_reason is not None:
                 finished.append(self._finish(session_key, session))
@@ -300,7 +307,7 @@ def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, s
     is_cpu = current_platform.is_cpu()
     kv_bytes = None if spec.kv_cache_gib is None else int(spec.kv_cache_gib * _GIB)
     if is_cpu:
-        _check_kernels(config)
+        _check_kernels(config, spec)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler takes longer than a short run
         kv_bytes = kv_bytes or _bytes_of_all_slots(config, dtype, slots, max_tokens)
     try:
@@ -318,7 +325,7 @@ def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, s
         ).create_engine_config(UsageContext.ENGINE_CONTEXT)  # fmt: skip
         return EngineCoreClient.make_client(
             multiprocess_mode=False, asyncio_mode=False, vllm_config=settings, executor_class=Executor.get_class(settings),
-            log_stats=False,
+            log_stats=True,  # what was guessed and kept is told there alone
         )  # fmt: skip
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise RecipeError(f"engine vllm does not start with {folder}, {slots} slots and {spec}: {error}") from error
@@ -334,8 +341,13 @@ def _set_environment() -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_gib
 
 
-def _check_kernels(config: Any) -> None:
-    """Raises RecipeError for sizes that vLLM's kernels for CPUs do not compute."""
+def _check_kernels(config: Any, spec: VllmSpec) -> None:
+    """Raises RecipeError for what vLLM's kernels for CPUs do not compute, or compute wrongly."""
+    if spec.ngram is not None:
+        raise RecipeError(
+            "rollout.pools.vllm.ngram: vLLM 0.32 on a CPU checks guessed tokens at a wrong temperature (greedy is right), "
+            "so samples and their logprobs would be wrong; remove it"
+        )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()

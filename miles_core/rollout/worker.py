@@ -168,9 +168,12 @@ class RolloutWorker:
         episodes: Episodes,
         *,
         read: ReadVersion | None = None,
+        figures: Callable[[], dict[str, Any]] = dict,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
+        """`figures`: what a metric point says of the engine (meter.py)."""
         recipe = context.recipe
+        self._figures = figures
         self._context, self._journal, self._engine, self._episodes = context, journal, engine, episodes
         self._clock, self._unix_time = context.clock, unix_time
         self._feed = PolicyFeed(context, engine, read)
@@ -361,7 +364,7 @@ class RolloutWorker:
             self._next_report = self._clock() + REPORT_S
             context.metrics.log(
                 "rollout", tokens=self._sampled_tokens, trajectories=context.progress, active=len(self._running),
-                version=None if version is None else version.step,
+                version=None if version is None else version.step, waiting=len(self._queue), **self._figures(),
             )  # fmt: skip
 
     def _serving(self) -> str:

@@ -502,7 +502,7 @@ def test_metrics_name_tokens_version_and_the_busy_span(world: World) -> None:
     points = [point for _, point in read_metrics(world.paths.metrics("rollout-0", 1).parents[1])]
     rollout = [point for point in points if point["event"] == "rollout"][-1]
     assert {**rollout, "unix_s": 0} == {
-        "event": "rollout", "unix_s": 0, "tokens": 6, "trajectories": 2, "active": 0, "version": 0,
+        "event": "rollout", "unix_s": 0, "tokens": 6, "trajectories": 2, "active": 0, "version": 0, "waiting": 0,
     }  # fmt: skip
     (busy,) = [point for point in points if point["event"] == "busy"]
     assert busy["end_s"] - busy["start_s"] == pytest.approx(3 * TICK_S, abs=1e-3)

@@ -1,0 +1,93 @@
+"""vLLM, in the environment that it has for itself: the contract of all engines, and a run whose replicas sample with it.
+
+Where that environment is missing these tests are skipped with the sentence that says how to get it; with CI=true they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.engines import DEFAULT_VLLM_PYTHON, vllm_version
+from cluster.slurm.devslurm import DevSlurm, slurm_available
+from miles_core.errors import RecipeError
+from miles_core.tracking.metrics import read_metrics
+from tests.e2e.runs import REPOSITORY, ledger_of, miles, start_miles, summary_of
+from tests.slurm.site import cluster_file
+
+pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.timeout(1200)]
+
+STEPS = 5
+
+
+def need(missing: str | None) -> None:
+    """Skips where something is missing; fails under CI=true."""
+    if missing is not None and os.environ.get("CI") == "true":
+        pytest.fail(missing)
+    if missing is not None:
+        pytest.skip(missing)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_installed() -> None:
+    try:
+        vllm_version(DEFAULT_VLLM_PYTHON)
+    except RecipeError as error:
+        need(str(error))
+
+
+def test_vllm_holds_the_contract_of_all_engines(tmp_path: Path) -> None:
+    """The same tests that the torch engine passes in this environment."""
+    done = subprocess.run(
+        [
+            str(DEFAULT_VLLM_PYTHON), "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "vllm",
+            "--basetemp", str(tmp_path / "t"), "tests/unit/test_engine_contract.py",
+        ],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONDONTWRITEBYTECODE": ""}, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    ended = re.search(r"(\d+) passed, (\d+) deselected", done.stdout)
+    assert ended is not None and int(ended[1]) == int(ended[2]), "as many tests as the torch engine has, and none skipped"
+
+
+@pytest.fixture
+def devslurm(tmp_path: Path) -> Iterator[DevSlurm]:
+    """A cluster of this test alone: it runs beside those of tests/slurm."""
+    need(slurm_available())
+    cluster = DevSlurm(tmp_path / "devslurm")
+    cluster.up()
+    yield cluster
+    cluster.down()
+
+
+def test_two_replicas_on_slurm_sample_with_vllm_and_the_run_learns_from_them(tmp_path: Path, devslurm: DevSlurm) -> None:
+    settings = (
+        f"steps={STEPS}", "evaluation.problems=32", "orchestrator.prompts=8", "orchestrator.samples=8",
+        "orchestrator.max_staleness=1", "orchestrator.capacity_batches=2",
+    )  # fmt: skip
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    cluster = cluster_file(tmp_path, devslurm, timing={"visibility_s": 0.5, "lease_s": 60})
+    run = start_miles(tmp_path, "run", "chain_sum_vllm", "--cluster", str(cluster), "--run-id", "sums", *arguments)
+    assert run.wait(timeout=1100) == 0, (tmp_path / "output").read_text()
+    root = tmp_path / "runs" / "sums"
+    summary = summary_of(root)
+    assert summary["state"] == "COMPLETED" and summary["steps"] == STEPS and summary["groups"]["open"] == 0
+    verified = miles(tmp_path, "verify", str(root))
+    assert verified.returncode == 0, verified.stdout
+    check_engines(root)
+
+
+def check_engines(root: Path) -> None:
+    """Both replicas gave samples that were trained, and what they say of each token is what the learner computes."""
+    _, paths, ledger = ledger_of(root)
+    members = [m.ref.trajectory_id for batch in ledger.batches.values() for group in batch.groups for m in group.members]
+    assert {name.rpartition("@")[2].partition(".")[0] for name in members} == {"rollout-0", "rollout-1"}
+    first = ledger.steps.steps[1].metrics
+    assert first["logprob_gap_mean"] < 1e-4, "at step 1 the learner's weights are those that sampled"
+    points = [point for _, point in read_metrics(paths.metrics("x-0", 1).parent.parent) if point["event"] == "step"]
+    assert len(points) == STEPS and all(point["logprob_gap_mean"] >= 0 for point in points), "reported every step"
