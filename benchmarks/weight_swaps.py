@@ -125,7 +125,8 @@ def measure(name: str) -> dict[str, Any]:
     ]  # fmt: skip
     several = sum(len(set(turn.versions)) > 1 for turn in sessions.ended.values())
     return {
-        "parameters": models[0].num_parameters(), "requests": len(sessions.asked), "lost": len(cut), "requests_over_several_versions": several,
+        "parameters": models[0].num_parameters(), "requests": len(sessions.asked), "lost": len(cut),
+        "requests_over_several_versions": several,
         "worst_gap_nats": sessions.worst_gap(models), "step_ms_median": round(1e3 * float(np.median(steps)), 1),
         **{f"{part}_ms": {
             "p50": round(1e3 * float(np.percentile([one[part] for one in found], 50)), 1),
