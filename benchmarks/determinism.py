@@ -64,7 +64,8 @@ def make_rows() -> list[Trajectory]:
 def measure(**sizes: Any) -> dict[str, Any]:
     """Median tokens/s by wall and by CPU time, with and without; of the rounds' shares of CPU time the median and quartiles."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(save_tiny_model(Path(folder) / "model", **sizes), LearnerSpec(minibatches=2, microbatch=8), "float32")
+        spec = LearnerSpec(minibatches=2, microbatch_tokens=1024)
+        trainer = Trainer(save_tiny_model(Path(folder) / "model", **sizes), spec, "float32")
     rows, advantages = make_rows(), np.tile(np.linspace(-1, 1, SAMPLES), GROUPS)
     rates: dict[str, list[float]] = {}
     for step in range(1, WARM_UP + ROUNDS + 1):

@@ -52,10 +52,10 @@ class RouterBalance:
 
     def count(self, minibatch: int, micro: Microbatch) -> None:
         """Takes in which experts the positions of the last forward pass went to; a filler's to none."""
-        real = positions(micro).flatten() & micro.mask.any()
+        copies = _copies(micro)
         for layer, chosen in self._chosen.items():
-            found = torch.bincount(chosen[real].flatten(), minlength=self._routers.num_experts)
-            self._counts[minibatch, layer] += found.double().cpu()
+            weights = copies[:, None].expand_as(chosen).flatten()
+            self._counts[minibatch, layer] += torch.bincount(chosen.flatten(), weights, self._routers.num_experts).cpu()
 
     def share(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """The counts of all ranks; `gather`: rows of this rank to those of all."""
@@ -64,12 +64,12 @@ class RouterBalance:
     def part(self, minibatch: int, micro: Microbatch) -> torch.Tensor:
         """The last forward pass's part of the minibatch's balance loss, without a factor: the parts add up over all ranks."""
         counts = self._counts[minibatch]
-        real = positions(micro).flatten() & micro.mask.any()
-        shares = (counts / counts.sum(dim=1, keepdim=True)).float().to(real.device)
-        total = torch.zeros((), device=real.device)
+        copies = _copies(micro)
+        shares = (counts / counts.sum(dim=1, keepdim=True)).float().to(copies.device)
+        total = torch.zeros((), device=copies.device)
         for layer, logits in sorted(self._logits.items()):
             evenness = (logits.float().softmax(dim=-1) * shares[layer]).sum(dim=-1)
-            total = total + evenness.where(real, evenness.new_zeros(())).sum()
+            total = total + (evenness * copies.to(evenness)).sum()
         # A position makes k choices in each layer: this is the number of (position, layer) pairs.
         return self._routers.num_experts * total / (float(counts.sum()) / self._routers.top_k)
 
@@ -92,9 +92,6 @@ def make_balance(model: Any, spec: BalanceSpec | None) -> RouterBalance | None:
     return RouterBalance(routers, spec)
 
 
-def positions(micro: Microbatch) -> torch.Tensor:
-    """[B, T] bool: those that are not padding. The last one of a sequence predicts its last sampled token."""
-    number, width = micro.tokens.shape
-    last = torch.zeros(number, dtype=torch.int64, device=micro.where.device)
-    last = last.scatter_reduce(0, micro.where // width, micro.where % width, "amax")
-    return torch.arange(width, device=last.device) <= last[:, None]
+def _copies(micro: Microbatch) -> torch.Tensor:
+    """[B * T] rows that have the position, of a filler none: a position that rows share counts for each."""
+    return micro.copies.flatten().double() * micro.mask.any()

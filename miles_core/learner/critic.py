@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from miles_core.learner.batching import Microbatch
+from miles_core.learner.head import hidden_states
 from miles_core.recipe import CriticSpec
 
 CHECKPOINT_TAG = "critic"
@@ -48,8 +49,7 @@ class ValueModel(torch.nn.Module):
 
     def forward(self, batch: Microbatch) -> torch.Tensor:
         """[N] float32."""
-        hidden = self.model(input_ids=batch.tokens, use_cache=False).last_hidden_state
-        values: torch.Tensor = self.head(hidden.flatten(0, 1).index_select(0, batch.where))
+        values: torch.Tensor = self.head(hidden_states(self.model, batch))[batch.slots]
         return values
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from miles_core.errors import MilesError
-from miles_core.learner.batching import context_length
+from miles_core.learner.packing import context_length
 from miles_core.routers import FAMILIES, Routers, find_routers
 from miles_core.trajectories.schema import Trajectory
 

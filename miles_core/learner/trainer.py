@@ -17,6 +17,7 @@ and the caller must not use them. Everything slow or fragile in DeepSpeed's star
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,20 +32,21 @@ from miles_core.adapters import adapter_tensors, add_adapter, base_only
 from miles_core.errors import MilesError
 from miles_core.learner.balance import make_balance
 from miles_core.learner.batching import (
-    Indexes,
     Microbatch,
-    context_length,
     contexts,
     in_live_groups,
-    microbatches,
+    in_pieces,
+    of_rank,
     split_groups,
     with_signal,
 )
 from miles_core.learner.corrections import cut_tokens, mismatch_metrics
 from miles_core.learner.critic import CHECKPOINT_TAG as CRITIC_TAG
 from miles_core.learner.critic import Critic, Targets, ValueModel
+from miles_core.learner.head import checkpoint_layers, hidden_states, score
 from miles_core.learner.losses import PolicyLoss, Tokens, Totals, episode_parts, minibatch_totals, policy_loss
 from miles_core.learner.moderation import rate_factor
+from miles_core.learner.packing import Indexes, computed_frac, pairs_per_token, plan, why_not_shared
 from miles_core.learner.routing import RoutingReplay, changed_metric, freeze_routers, load_metrics, without_replay
 from miles_core.learner.segments import Segments
 from miles_core.recipe import CriticSpec, LearnerSpec, LoraSpec
@@ -54,6 +56,8 @@ from miles_core.trajectories.schema import Trajectory
 
 if TYPE_CHECKING:
     from miles_core.learner.engine_files import EngineFiles
+
+log = logging.getLogger("miles")
 
 Dtype = Literal["float32", "bfloat16"]
 CHECKPOINT_TAG = "engine"
@@ -82,13 +86,8 @@ class Policy(torch.nn.Module):
         """[N] float32 log softmax(logits / temperature) of the targets, and [N] the entropy of that softmax (no gradient)."""
         if self.routing is not None:
             self.routing.begin(batch.experts)
-        hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
-        chosen = hidden.flatten(0, 1).index_select(0, batch.where)
-        logits = self.model.get_output_embeddings()(chosen).float() / batch.temperatures[:, None]
-        logprobs = torch.log_softmax(logits, dim=-1)
-        detached = logprobs.detach()
-        entropy = -(detached.exp() * detached).sum(dim=-1)
-        return logprobs.gather(-1, batch.targets[:, None])[:, 0], entropy
+        hidden = hidden_states(self.model.base_model, batch)
+        return score(self.model.get_output_embeddings(), hidden, batch)
 
 
 class Trainer:
@@ -114,6 +113,12 @@ class Trainer:
             self._base = _base_policy(model_folder, dtype, self._device) if lora is None else self._without_adapter
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._balance = make_balance(self._module.model, spec.balance)
+        config = self._module.model.config
+        self._vocabulary: int = config.vocab_size
+        reason = why_not_shared(config)
+        self._pairs = pairs_per_token(config) if reason is None else None
+        if reason is not None and self._rank == 0:
+            log.info("every row is computed by itself, also what it shares with others: %s", reason)
         self._critic = None if spec.critic is None else self._make_critic(model_folder, spec.critic, dtype)
         self._more_metrics = [] if self._base is None else ["kl_base"]
         self._more_metrics += [] if self._balance is None else ["balance_loss", "balance_beta"]
@@ -145,12 +150,22 @@ class Trainer:
                 advantages, kl_weights = advantages * shares, shares if kl_weights is None else kl_weights * shares
         parts = split_groups(trajectories, self._spec.minibatches)
         totals = [self._totals(part, trajectories, advantages) for part in parts]
-        batches = [self._microbatches(part, trajectories, advantages, kl_weights) for part in parts]
+        budget = self._spec.microbatch_tokens
+        moving = [self._moving(part, trajectories, advantages) for part in parts]
+        plans = [plan(rows, trajectories, budget, self._world, self._pairs) for rows in moving]
+        batches = [
+            [
+                micro.to(self._device)
+                for micro in of_rank(stacks, self._rank, trajectories, advantages, kl_weights, self._vocabulary)
+            ]
+            for stacks in plans
+        ]
         judged: dict[str, float] = {}
         targets: list[list[Targets]] = []
         if self._critic is not None:
             batches, targets, judged = self._critic.judge(batches)
         old, metrics = self._old_logprobs(batches, unreplayed=(step - 1) % UNREPLAYED_EVERY == 0)
+        metrics["computed_frac"] = computed_frac(plans, trajectories)
         if self._module.routing is not None:
             metrics |= load_metrics(trajectories, self._module.routing.routers)
         updates = [
@@ -169,7 +184,8 @@ class Trainer:
         for begin in range(0, len(token_lists), LOGPROB_ROWS):
             chunk = token_lists[begin : begin + LOGPROB_ROWS]
             with torch.no_grad():
-                values, _ = self._engine(contexts(chunk, temperature).to(self._device))
+                batch = contexts(chunk, temperature)
+                values, _ = self._engine(in_pieces(batch, len(batch.targets), self._vocabulary).to(self._device))
             lengths = [len(tokens) - 1 for tokens in chunk]
             results += [part.cpu().numpy() for part in values.split(lengths)]
         return results
@@ -234,24 +250,6 @@ class Trainer:
         whole = minibatch_totals(rows, self._spec.flat_groups)
         return Totals(tokens=whole.tokens / self._world, episodes=whole.episodes / self._world)
 
-    def _microbatches(
-        self,
-        part: Indexes,
-        trajectories: Sequence[Trajectory],
-        advantages: npt.NDArray[np.floating],
-        kl_weights: npt.NDArray[np.floating] | None,
-    ) -> list[Microbatch]:
-        """This rank's microbatches of one minibatch, as many as on every other rank; none if no row moves the weights."""
-        rows = self._moving(part, trajectories, advantages)
-        if not rows:
-            return []
-        rows.sort(key=lambda row: context_length(trajectories[row]))
-        size = self._spec.microbatch
-        own = microbatches(rows[self._rank :: self._world], trajectories, advantages, size, kl_weights)
-        wanted = -(-len(range(0, len(rows), self._world)) // size)
-        filler = microbatches(rows[:1], trajectories, advantages, size, kl_weights)[0].as_filler()
-        return [batch.to(self._device) for batch in [*own, *[filler] * (wanted - len(own))]]
-
     def _moving(self, part: Indexes, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]) -> Indexes:
         """The rows of a minibatch that move the weights: those with signal, and all that are pulled to the base model or
         have a value to be learned."""
@@ -304,7 +302,7 @@ class Trainer:
     def _cut(self, micro: Microbatch, logp_old: torch.Tensor) -> torch.Tensor:
         """[N] 1 where the correction cut a token's weight, 0 elsewhere."""
         log_weight = logp_old - micro.rollout_logprobs
-        segments = Segments(micro.rows, micro.tokens.shape[0], micro.mask & torch.isfinite(log_weight))
+        segments = Segments(micro.rows, micro.num_rows, micro.mask & torch.isfinite(log_weight))
         return cut_tokens(log_weight, segments, self._spec).to(log_weight.dtype)
 
     def _everywhere(self, rows: torch.Tensor) -> torch.Tensor:
@@ -370,7 +368,7 @@ class Trainer:
             advantages=micro.advantages,
             mask=micro.mask,
             rows=micro.rows,
-            num_rows=micro.tokens.shape[0],
+            num_rows=micro.num_rows,
             logp_base=logp_base,
             kl_weights=micro.kl_weights,
         )
@@ -402,9 +400,9 @@ def _mean_update(updates: list[dict[str, float]], more: Sequence[str]) -> dict[s
 
 def _make_engine(model_folder: Path, spec: LearnerSpec, dtype: Dtype, device: str, lora: LoraSpec | None, seed: int) -> Any:
     _join_process_group(device)
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     torch.use_deterministic_algorithms(True, warn_only=True)
     model = _load_model(model_folder, dtype)
     if spec.freeze_router:
@@ -428,6 +426,8 @@ def _engine_around(module: torch.nn.Module, spec: LearnerSpec, dtype: Dtype) -> 
 
     # No dropout: a ratio is of two policies, not of two masks.
     module.eval()
+    if spec.gradient_checkpointing:
+        checkpoint_layers(module.model)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(spec, dtype, trained))
@@ -472,8 +472,6 @@ def _join_process_group(device: str) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")
     # cuBLAS repeats its sums only with a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    import logging
-
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -108,8 +108,11 @@ class LearnerSpec(Closed):
     """Scales rewards before advantages are made of them; `{}` turns it on with its defaults. null: rewards as graded."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer updates per batch; groups are split evenly."""
-    microbatch: int = Field(default=64, ge=1)
-    """Trajectories per forward pass."""
+    microbatch_tokens: int = Field(default=8192, ge=1)
+    """Most positions per forward pass of a rank, padding included; a longer trajectory is alone in its pass. What rows share is
+    computed once (learner/packing.py) and counts once. Memory of the activations grows with it, results do not depend on it."""
+    gradient_checkpointing: bool = False
+    """Each layer's activations are computed again in the backward pass: a fraction of the memory for a third more time."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
     routing_replay: bool = True

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from miles_core.errors import RecipeError
-from miles_core.learner.batching import Microbatch, microbatches
+from miles_core.learner.batching import Microbatch
 from miles_core.learner.critic import Critic, Targets, estimate, gae, value_loss, whitening
 from miles_core.learner.losses import Tokens, Totals, policy_loss
 from miles_core.learner.trainer import Trainer
 from miles_core.recipe import CriticSpec, LearnerSpec, load_recipe
 from miles_core.trajectories.schema import Trajectory
 from tests.unit.objective_reference import gae_advantages, ppo_term, value_term
-from tests.unit.test_batching import trajectory
+from tests.unit.test_batching import microbatches, trajectory
 from tests.unit.test_trainer import GROUPS, SAMPLES, assert_same_bytes, make_batch, sealed
 from tests.unit.tiny_models import save_tiny_model
 
-SPEC = LearnerSpec.model_validate({"objective": "ppo", "lr": 1e-2, "microbatch": 3, "critic": {"gae_lambda": 0.9}})
+SPEC = LearnerSpec.model_validate({"objective": "ppo", "lr": 1e-2, "microbatch_tokens": 72, "critic": {"gae_lambda": 0.9}})
 Array = npt.NDArray[np.float64]
 
 
@@ -55,7 +55,7 @@ def judged(
     rows: list[Trajectory], rewards: Array, values: Array, **spec: float
 ) -> tuple[Microbatch, Targets, dict[str, float]]:
     """All rows as one microbatch."""
-    batch = microbatches(list(range(len(rows))), rows, rewards, len(rows))
+    batch = microbatches(list(range(len(rows))), rows, rewards)
     ((micro,),), ((target,),), figures = critic_of([values], **spec).judge([batch])
     return micro, target, figures
 
@@ -76,7 +76,7 @@ def test_a_gap_costs_one_gamma_lambda_however_long_it_is() -> None:
     spec = CriticSpec(gamma=0.9, gae_lambda=0.8)
     found = []
     for gap in (0, 1, 50):
-        (micro,) = microbatches([0], rows_of([[0, 0, 1, 1, *[0] * gap, 1]]), np.array([1.0]), 1)
+        (micro,) = microbatches([0], rows_of([[0, 0, 1, 1, *[0] * gap, 1]]), np.array([1.0]))
         found.append(estimate(micro, np.zeros(3), spec)[0])
     np.testing.assert_allclose(found[0], [0.72**2, 0.72, 1.0], rtol=1e-15)
     assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
@@ -85,7 +85,7 @@ def test_a_gap_costs_one_gamma_lambda_however_long_it_is() -> None:
 def test_the_reward_is_on_the_last_sampled_token_and_nothing_follows_it() -> None:
     """Also where a tool's answer comes behind it: an episode that was cut off."""
     spec = CriticSpec(gamma=0.9, gae_lambda=0.5)
-    (micro,) = microbatches([0], rows_of([[0, 1, 1, 0, 0, 0]]), np.array([2.0]), 1)
+    (micro,) = microbatches([0], rows_of([[0, 1, 1, 0, 0, 0]]), np.array([2.0]))
     advantages, returns = estimate(micro, np.array([0.25, 0.5]), spec)
     np.testing.assert_allclose(advantages, [0.9 * 0.5 - 0.25 + 0.45 * 1.5, 1.5], rtol=1e-15)
     np.testing.assert_allclose(returns, advantages + np.array([0.25, 0.5]), rtol=1e-15)
@@ -156,7 +156,7 @@ def test_an_extreme_value_is_finite_or_left_out_with_its_row(extreme: float) -> 
 
 
 def test_a_filler_teaches_nothing() -> None:
-    (micro,) = microbatches([0], rows_of([[0, 1, 1]]), np.array([1.0]), 1)
+    (micro,) = microbatches([0], rows_of([[0, 1, 1]]), np.array([1.0]))
     ((filler,),), ((target,),), figures = critic_of([np.array([5.0, 7.0])]).judge([[micro.as_filler()]])
     assert figures == {"value_mean": 0.0, "return_mean": 0.0, "value_explained": 0.0}
     loss, clipped, counted = value_loss(torch.ones(2), target, filler.mask, 0.2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from miles_core.errors import MilesError
-from miles_core.learner.batching import Microbatch, microbatches
+from miles_core.learner.batching import Microbatch
 from miles_core.learner.corrections import mismatch_metrics
 from miles_core.learner.routing import COLD, changed_metric, freeze_routers, load_metrics
 from miles_core.learner.trainer import UNREPLAYED_EVERY, Policy, Trainer
@@ -21,7 +21,7 @@ from miles_core.rollout.engine import Request
 from miles_core.rollout.torch_engine import TorchEngine
 from miles_core.routers import FAMILIES, Experts, find_routers
 from miles_core.trajectories.schema import Trajectory
-from tests.unit.test_batching import trajectory
+from tests.unit.test_batching import microbatches, trajectory
 from tests.unit.test_expert_record import own_choices
 from tests.unit.test_trainer import assert_same_bytes, finish, make_batch, sealed, start
 from tests.unit.tiny_models import MIXTURES, Kind, save_tiny_model, tiny_model
@@ -47,7 +47,7 @@ def rows_of(model: Any, count: int = 5) -> list[Trajectory]:
 
 
 def only_batch(rows: list[Trajectory]) -> Microbatch:
-    (batch,) = microbatches(list(range(len(rows))), rows, np.linspace(-1, 1, len(rows)), len(rows))
+    (batch,) = microbatches(list(range(len(rows))), rows, np.linspace(-1, 1, len(rows)))
     return batch
 
 
@@ -318,7 +318,14 @@ def test_deepspeed_replays_through_all_its_stages(folder: Path, stage: int) -> N
     sampled_by = mixture(seed=1)
     rows, advantages = recorded_batch(sampled_by)
     spec = LearnerSpec.model_validate(
-        {"minibatches": 1, "microbatch": 3, "zero_stage": stage, "grad_clip": 1e9, "tis_cap": 9e9, "freeze_router": False}
+        {
+            "minibatches": 1,
+            "microbatch_tokens": 72,
+            "zero_stage": stage,
+            "grad_clip": 1e9,
+            "tis_cap": 9e9,
+            "freeze_router": False,
+        }
     )
     metrics = Trainer(folder, spec, "float32").train(rows, advantages, 1)
     model = mixture()
@@ -364,7 +371,7 @@ def uneven_batch() -> tuple[list[Trajectory], Any]:
     return rows, advantages
 
 
-RANKS_SPEC = LearnerSpec(lr=1e-3, minibatches=2, microbatch=3)
+RANKS_SPEC = LearnerSpec(lr=1e-3, minibatches=2, microbatch_tokens=72)
 RANKS_CODE = """
 from tests.unit.test_routing import *
 store = torch.distributed.FileStore(sys.argv[2] + "/store", 2)
@@ -386,7 +393,9 @@ def test_two_ranks_replay_as_one(folder: Path, tmp_path: Path) -> None:
         finish(process)
     for stage in (1, 3):
         (metrics, weights), (same, _) = (torch.load(tmp_path / f"{stage}-{rank}") for rank in (0, 1))
-        assert metrics == same == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        # How rows lie in microbatches depends on the number of ranks.
+        same_rows = expected | {"computed_frac": metrics["computed_frac"]}
+        assert metrics == same == pytest.approx(same_rows, rel=1e-4, abs=1e-5)
         assert metrics["routing_changed_frac"] == expected["routing_changed_frac"]
         for name, tensor in alone.state_tensors().items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
