@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,26 @@ import pytest
 import yaml
 
 from cluster.epoch import read_closed
-from miles_core.run import all_writers
-from tests.e2e.prefect_server import background, prefect, prefect_server
-from tests.e2e.runs import REPOSITORY, SHORT, wait_for
+from miles_core.run import all_writers, read_run
+from miles_core.verify import verify_run
+from tests.e2e.prefect_server import Server, background, prefect, prefect_server
+from tests.e2e.runs import REPOSITORY, SHORT, ledger_of, wait_for, wait_for_step
 from tests.unit.sleeping_run import SleepingRun
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.timeout(900)]
 
+AWAY_S = 60.0
+SLOW = ["steps=12", *SHORT[1:], "orchestrator.max_staleness=0", "orchestrator.capacity_batches=1", "learner.correction=none",
+        "rollout.shard_rows=1000", "rollout.shard_age_s=20"]  # fmt: skip
+"""Every batch waits for the age of its shard: four minutes of a run that need next to no CPU."""
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
 class Site:
     """Server, worker and a folder of runs that all tests of this module share."""
 
-    def __init__(self, folder: Path, env: dict[str, str]) -> None:
-        self.folder, self.env, self.runs = folder, env, folder / "runs"
+    def __init__(self, folder: Path, server: Server) -> None:
+        self.folder, self.server, self.env, self.runs = folder, server, server.env, folder / "runs"
         self.cluster = folder / "cluster.yaml"
         profile = yaml.safe_load((REPOSITORY / "configs/clusters/local.yaml").read_text())
         self.cluster.write_text(yaml.safe_dump(profile | {"runs_root": str(self.runs)}))
@@ -81,8 +87,8 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("prefect")
-    with prefect_server(folder) as env:
-        yield Site(folder, env)
+    with prefect_server(folder) as server:
+        yield Site(folder, server)
 
 
 class Line:
@@ -131,16 +137,26 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
-def test_the_second_nightly_skips_itself_while_the_first_is_live(site: Site) -> None:
-    values = {"recipe": "chain_sum", "cluster": str(site.cluster), "settings": ["steps=3", *SHORT[1:]]}
+def test_the_second_nightly_skips_itself_and_the_first_outlives_a_server_that_is_away_for_a_minute(site: Site) -> None:
+    values = {"recipe": "chain_sum", "cluster": str(site.cluster), "settings": SLOW}
     first = site.start("nightly/nightly", **values)
     wait_for("the first nightly's supervisor", lambda: list(site.runs.glob("chain_sum-*/leases/supervisor-0.a1")), 120)
     second = site.ended(site.start("nightly/nightly", **values))
     assert (second["state_type"], second["state_name"]) == ("COMPLETED", "Skipped"), second["state"]
     assert "lives" in second["state"]["message"]
-    done = site.ended(first, 240)
-    assert done["state_type"] == "COMPLETED", done["state"]
     (root,) = site.runs.glob("chain_sum-*")
+    wait_for_step(root, 1)
+    site.server.stop()
+    before, left_at = ledger_of(root)[2].steps.newest_step, time.monotonic()
+    assert not site.server.answers()
+    time.sleep(AWAY_S)
+    is_over, step = read_closed(*read_run(root)) is not None, ledger_of(root)[2].steps.newest_step
+    site.server.start()
+    assert time.monotonic() - left_at >= AWAY_S and step > before and not is_over
+    done = site.ended(first, 400)
+    assert (done["state_type"], done["run_count"]) == ("COMPLETED", 1), done["state"]
+    verification = verify_run(root)
+    assert (verification.state, verification.faults) == ("COMPLETED", [])
     assert done["name"] == root.name and f"run:{root.name}" in done["tags"]
     assert "miles.run_completed" in wait_for("events", lambda: site.events_of(root.name), 30)
     (summary,) = site.artifacts(f"run-{root.name.replace('_', '-')}")

@@ -23,8 +23,8 @@ STEPS = 12
 @pytest.fixture
 def prefect_env(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A real Prefect server of its own, with the work pool, the deployment and a worker."""
-    with prefect_server(tmp_path) as env:
-        yield env
+    with prefect_server(tmp_path) as server:
+        yield server.env
 
 
 def node_of(root: Path, writer: str) -> str:
