@@ -16,7 +16,7 @@ from cluster.supervise import Progress, Supervisor
 from flows.ending import drain_run
 from miles_core.run import all_writers
 from miles_core.tracking.ledger import read_ledger
-from tests.unit.sleeping_run import SleepingRun
+from tests.unit.sleeping_run import ROLES, SleepingRun
 
 ROLE = """
 import pathlib, signal, sys, time
@@ -37,8 +37,8 @@ def run(devslurm: DevSlurm, tmp_path: Path) -> SleepingRun:
     })  # fmt: skip
     made.run = made.run.model_copy(update={"cluster": json.loads(made.profile.model_dump_json())})
     made.paths.run_file.write_text(made.run.model_dump_json())
-    for path in (made.paths.code / "miles_core" / "roles").glob("*.py"):
-        path.write_text(DEAF if path.stem == "learner" else LEAVES)
+    for role in ROLES:
+        (made.paths.code / "miles_core" / "roles" / f"{role}.py").write_text(DEAF if role == "learner" else LEAVES)
     return made
 
 

@@ -44,6 +44,9 @@ class SleepingRun:
         )  # fmt: skip
         for folder in (self.paths.leases, self.paths.heartbeats, self.paths.code / "miles_core" / "roles"):
             folder.mkdir(parents=True)
+        for package in (self.paths.code / "miles_core", self.paths.code / "miles_core" / "roles"):
+            # Without it, a whole package further down the path would be taken before this one.
+            (package / "__init__.py").touch()
         for role in ROLES:
             (self.paths.code / "miles_core" / "roles" / f"{role}.py").write_text("import time\n\ntime.sleep(600)\n")
         self.paths.run_file.write_text(self.run.model_dump_json())
