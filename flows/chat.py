@@ -20,15 +20,16 @@ SAYS = {
 }
 
 
-def print_check(folder: Path, family: str | None, *, as_json: bool) -> bool:
-    """Prints what every probe showed; False if the format rewrites history. Raises RecipeError."""
+def print_check(name: str, family: str | None, *, as_json: bool) -> bool:
+    """Of the model folder `name`: prints what every probe showed; False if the format rewrites history. Raises RecipeError."""
     from transformers import AutoTokenizer
 
     from miles_core.rollout.chat_check import check_append_only
     from miles_core.rollout.choice import make_renderer
 
     check_name(family)
-    renderer = make_renderer(checked(folder), family)
+    folder = model_folder(name)
+    renderer = make_renderer(folder, family)
     probes = check_append_only(renderer, AutoTokenizer.from_pretrained(folder))
     verdicts = {probe.verdict for probe in probes}
     worst = next((name for name in ("differs", "merges") if name in verdicts), "append-only")
@@ -40,10 +41,18 @@ def print_check(folder: Path, family: str | None, *, as_json: bool) -> bool:
     return worst != "differs"
 
 
-def checked(folder: Path) -> Path:
-    """A model folder. Raises RecipeError."""
-    if not (folder / "config.json").exists():
-        raise RecipeError(f"{folder} has no config.json; give a folder in Hugging Face layout, for example of `miles export`")
+def model_folder(name: str) -> Path:
+    """The folder of a model that a person named. Raises RecipeError."""
+    try:
+        folder = Path(name).expanduser()
+        is_model = (folder / "config.json").exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: the home of nobody. ValueError: a zero byte.
+        raise RecipeError(f"MODEL: {name!r} cannot be looked at: {getattr(error, 'strerror', None) or error}") from error
+    if not is_model:
+        raise RecipeError(
+            f"MODEL: {name!r} has no config.json; give a folder in Hugging Face layout, for example of `miles export`"
+        )
     return folder
 
 
@@ -53,7 +62,7 @@ def check_name(family: str | None) -> None:
         raise RecipeError(f"--chat: there is no family {family!r}; there are {', '.join(FAMILIES)}")
 
 
-def serve(folder: Path, family: str | None, spec: SessionSpec, slots: int) -> None:
+def serve(name: str, family: str | None, spec: SessionSpec, slots: int) -> None:
     """Serves a model folder to agents until Ctrl-C. Raises RecipeError, OSError."""
     import torch
 
@@ -64,7 +73,8 @@ def serve(folder: Path, family: str | None, spec: SessionSpec, slots: int) -> No
     from miles_core.rollout.torch_engine import TorchEngine
 
     check_name(family)
-    renderer = make_renderer(checked(folder), family)
+    folder = model_folder(name)
+    renderer = make_renderer(folder, family)
     engine = TorchEngine.from_folder(
         folder, dtype="float32", end_id=renderer.end_id, slots=slots, max_tokens=spec.max_tokens, version=Version(0, 0),
         device="cuda" if torch.cuda.is_available() else "cpu",

@@ -379,20 +379,20 @@ def doctor(
 
 @app.command()
 def chat(
-    folder: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder in Hugging Face layout.")],
+    folder: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder in Hugging Face layout.")],
     family: Annotated[str | None, typer.Option("--chat", metavar="FAMILY", help=CHAT_HELP)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Proves that a model's chat format only grows, or says where it rewrites what it wrote (exit code 1)."""
     from flows.chat import print_check
 
-    if not print_check(folder.expanduser(), family, as_json=as_json):
+    if not print_check(folder, family, as_json=as_json):
         raise typer.Exit(1)
 
 
 @app.command()
 def serve(
-    folder: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder in Hugging Face layout.")],
+    folder: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder in Hugging Face layout.")],
     family: Annotated[str | None, typer.Option("--chat", metavar="FAMILY", help=CHAT_HELP)] = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of one conversation.")] = 2048,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Sampled tokens per turn.")] = 256,
@@ -403,7 +403,7 @@ def serve(
     from miles_core.rollout.sessions.live import SessionSpec
 
     spec = SessionSpec(max_tokens, max_new_tokens, max_tokens, temperature, seed=0, kind="branching", replay="json")
-    serve_model(folder.expanduser(), family, spec, slots=8)
+    serve_model(folder, family, spec, slots=8)
 
 
 @app.command()

@@ -378,9 +378,12 @@ def test_names_that_lead_nowhere_are_passed_over(jobs: Callable[..., Job]) -> No
             port=listener.getsockname()[1], store_port=1,
         )  # fmt: skip
 
+        open_lines: list[ranks.Line] = []
+
         def welcome() -> None:
             connection, _ = listener.accept()
             line = ranks.Line(connection)
+            open_lines.append(line)
             line.receive()
             line.send(do="welcome", pulse_s=1.0)
             line.send(do="leave")

@@ -324,6 +324,16 @@ RUN_FILES = (
 )  # fmt: skip
 RUN_NAMES = (("newline", "a\nb"), ("not-utf8", "\udcff"), ("blanks", " "), ("unicode", "名前"))
 
+MODEL_FOLDER: list[Case] = [
+    ("unknown", ("nothing",), 2, None), ("empty", ("",), 2, None), ("newline", ("a\nb",), 2, None),
+    ("too-long", (LONG,), 2, None), ("not-utf8", ("\udcff",), 2, None), ("no-such-home", ("~nobody-of-that-name/x",), 2, None),
+    ("plain-file", ("afile",), 2, make_file), ("folder-that-is-no-model", ("afolder",), 2, make_folder),
+    ("link-to-itself", ("loop",), 2, make_loop), ("model-without-a-tokenizer", ("model",), 2, make_model),
+    ("no-model", (), 2, None), ("two-models", ("model", "model"), 2, make_model),
+    ("unknown-option", ("model", "--nope"), 2, make_model), ("unknown-chat", ("model", "--chat", "gpt"), 2, make_model),
+    ("chat-without-value", ("model", "--chat"), 2, make_model),
+]  # fmt: skip
+
 COMMANDS: dict[str, list[Case]] = {
     "run": RUN_COMMAND,
     "resume": [
@@ -351,6 +361,22 @@ COMMANDS: dict[str, list[Case]] = {
         *((name, (*argv, "out"), code, prepare) for name, argv, code, prepare in ONE_RUN),
         ("no-folder", ("one",), 2, None), ("negative-step", ("one", "out", "--step", "-1"), 2, None),
         ("no-number", ("one", "out", "--step", "last"), 2, None), ("folder-exists", ("one", "afolder"), 2, make_folder),
+    ],
+    "chat": [*MODEL_FOLDER, ("flag-with-a-value", ("model", "--json=maybe"), 2, make_model)],
+    "serve": [
+        *MODEL_FOLDER, ("no-tokens", ("model", "--max-tokens", "0"), 2, make_model),
+        ("no-new-tokens", ("model", "--max-new-tokens", "many"), 2, make_model),
+        ("cold", ("model", "--temperature", "-1"), 2, make_model),
+    ],
+    "evaluate": [
+        *ONE_RUN, ("no-model", (), 2, None), ("two-models", ("one", "one"), 2, None), ("no-such-step", ("one@99",), 2, None),
+        ("step-is-no-number", ("one@last",), 2, None), ("model-that-is-none", ("model",), 2, make_model),
+        ("unknown-recipe", ("one", "--recipe", "nothing"), 2, None),
+        ("unknown-family", ("one", "--family", "nothing"), 2, None),
+        ("no-problems", ("one", "--problems", "0"), 2, None), ("negative-samples", ("one", "--samples", "-1"), 2, None),
+        ("unknown-dtype", ("one", "--dtype", "int4"), 2, None), ("unknown-key", ("one", "--set", "environment.x=1"), 2, None),
+        ("not-the-environment", ("one", "--set", "learner.lr=1"), 2, None),
+        *((name, ("one", *argv), code, prepare) for name, argv, code, prepare in CLUSTER_CASES),
     ],
     "compare": TWO_RUNS,
     "jobs": WITH_CLUSTER,
