@@ -8,8 +8,8 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 # vLLM has an environment of its own: 2.7 GB that only recipes with `engine: vllm` need.
 VLLM    := .venv-vllm
-# The Slurm and the end-to-end tests mostly wait, each group on a worker of its own: a third has the cores meanwhile.
-WORKERS ?= 3
+# Tests against Slurm, Prefect and vLLM and those of one finished run mostly wait, each group on a worker of its own.
+WORKERS ?= 4
 
 # No CUDA kernels, no first-use builds: see miles_core/learner/trainer.py.
 export DS_BUILD_OPS   := 0

@@ -11,7 +11,7 @@ from miles_core.trajectories.shards import read_shard
 from miles_core.verify import verify_run
 from tests.e2e.runs import miles
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 
 SHORT = ("steps=3", "evaluation.problems=8", "orchestrator.prompts=2", "orchestrator.samples=4", "learner.checkpoint_every=3")
 BRANCHING = ("environment.agent.run=tests.e2e.branching_agent:run", "environment.agent.history=branching")

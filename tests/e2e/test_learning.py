@@ -13,7 +13,7 @@ from miles_core.environments.sandbox import PREFIX
 from miles_core.environments.sandbox_kind import sandbox_root
 from tests.e2e.runs import kill_role, ledger_of, miles, start_miles, summary_of, wait_for
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.timeout(1500)]
 
 DEADLINE_S = 1200.0
 

@@ -15,7 +15,7 @@ import pytest
 from miles_core.trajectories.shards import read_shard
 from tests.e2e.runs import ledger_of, miles, start_miles, summary_of
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.timeout(1200)]
 
 SETTINGS = ("steps=16", "learner.lr=3e-4", "evaluation.problems=128", "orchestrator.prompts=12")
 

@@ -12,7 +12,7 @@ from miles_core.records import Batch
 from miles_core.tracking.ledger import Ledger
 from tests.e2e.runs import ledger_of, miles, process_of, short_run_arguments, start_miles, summary_of, wait_for, wait_for_step
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 
 
 def shards_of_one_batch(ledger: Ledger, step: int) -> set[str]:
