@@ -429,7 +429,8 @@ def _engine_around(module: torch.nn.Module, spec: LearnerSpec, dtype: Dtype) -> 
     if spec.gradient_checkpointing:
         checkpoint_layers(module.model)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay)
+    betas = (spec.beta1, spec.beta2)
+    optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(spec, dtype, trained))
     engine.checkpoint_engine = EngineFiles()
     # A script for people, which it would copy into every checkpoint while the ranks wait.

@@ -57,6 +57,8 @@ class LearnerSpec(Closed):
     """AdamW learning rate after the ramp."""
     ramp_steps: int = Field(default=3, ge=0)
     """Training steps of linear warm-up."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Training steps behind it in which the rate falls linearly to a tenth, where it stays. 0: it does not fall."""
     staleness_slowdown: float = Field(default=0.0, ge=0)
     """a: a batch of staleness s is trained at lr / (1 + a s) (sources O17). 0: at lr."""
     staleness_pull: float = Field(default=0.0, ge=0)

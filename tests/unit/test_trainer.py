@@ -345,6 +345,8 @@ def test_the_learning_rate_follows_the_step() -> None:
     spec = LearnerSpec(lr=0.3, ramp_steps=3)
     assert [learning_rate(spec, step) for step in (1, 2, 3, 4, 100)] == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3])
     assert learning_rate(LearnerSpec(lr=0.3, ramp_steps=0), 1) == 0.3
+    falling = LearnerSpec(lr=0.3, ramp_steps=2, decay_steps=3)
+    assert [learning_rate(falling, step) for step in (1, 2, 3, 4, 5, 100)] == pytest.approx([0.15, 0.3, 0.21, 0.12, 0.03, 0.03])
 
 
 def test_wrong_inputs_are_refused(folder: Path, tmp_path: Path) -> None:
