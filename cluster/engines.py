@@ -50,15 +50,17 @@ def check_engines(recipe: Recipe, profile: ClusterProfile) -> None:
     for pool in recipe.rollout.pools:
         if pool.engine == "vllm":
             vllm_version(vllm_python(profile))
+        if pool.engine == "vllm" or pool.engines > 1:
             _check_gpus(pool, profile)
 
 
 def _check_gpus(pool: RolloutPool, profile: ClusterProfile) -> None:
     gpus = profile.resources_for("rollout", pool.name).gpus
-    wanted = 1 if pool.vllm is None else pool.vllm.tensor_parallel
+    shared = 1 if pool.vllm is None else pool.vllm.tensor_parallel
+    wanted = pool.engines * shared
     if gpus and gpus != wanted:
         where = f"pools.{pool.name}" if pool.name in profile.pools else "resources.rollout"
         raise RecipeError(
-            f"{where}: gpus={gpus} in the cluster profile, but rollout pool {pool.name} has tensor_parallel={wanted}: a "
-            f"replica uses as many GPUs as share its model; make the two equal, or split the pool's GPUs over more replicas"
+            f"{where}: gpus={gpus} in the cluster profile, but rollout pool {pool.name} has engines={pool.engines} and "
+            f"tensor_parallel={shared}: a replica uses engines x tensor_parallel GPUs; make them equal"
         )

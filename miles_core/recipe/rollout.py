@@ -27,7 +27,7 @@ class NgramSpec(Closed):
 
 
 class VllmSpec(Closed):
-    """What vLLM is told, per replica."""
+    """What vLLM is told, per engine."""
 
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """KV cache in GiB. null: what `memory_fraction` leaves of a GPU; on a CPU, what all slots need at `max_tokens`. With less,
@@ -35,7 +35,7 @@ class VllmSpec(Closed):
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Of a GPU's memory, for weights, activations and KV cache together; without meaning on a CPU."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs that share one replica's model."""
+    """GPUs that share one engine's model."""
     ngram: NgramSpec | None = None
     """Speculative decoding; `{}` turns it on with its defaults. It pays where answers repeat what was read."""
 
@@ -49,6 +49,11 @@ class RolloutPool(Closed):
     """Jobs of this pool."""
     slots: int = Field(default=64, ge=1)
     """Trajectories sampled at once by one replica; a finished one frees its slot at once."""
+    engines: int = Field(default=1, ge=1)
+    """Engines of one replica, which share its slots; on GPUs each has its own (docs/vllm.md)."""
+    on_engine_death: Literal["hand_on", "fail"] = "hand_on"
+    """What becomes of the sessions of an engine that dies while others of its replica live: another engine reads them anew and
+    goes on, or they fail as infrastructure and are sampled again."""
     engine: Literal["torch", "vllm"] = "torch"
     """Sampling engine: plain PyTorch, or vLLM with its paged KV cache (`make vllm`; docs/vllm.md)."""
     vllm: VllmSpec | None = None
@@ -59,6 +64,19 @@ class RolloutPool(Closed):
         if self.vllm is not None and self.engine != "vllm":
             raise ValueError(f"rollout.pools.{self.name}: it has a section vllm, but engine: {self.engine}; set engine: vllm")
         return self
+
+    @model_validator(mode="after")
+    def _engines_have_slots(self) -> Self:
+        if self.slots < self.engines:
+            raise ValueError(
+                f"rollout.pools.{self.name}: slots={self.slots} are fewer than the engines={self.engines} that share them; "
+                f"raise slots"
+            )
+        return self
+
+    def slots_of(self, engine: int) -> int:
+        """Slots of one engine of a replica."""
+        return self.slots // self.engines + (engine < self.slots % self.engines)
 
 
 class RolloutSpec(Closed):

@@ -46,8 +46,9 @@ class Finished:
     """[n] log softmax(logits / temperature) in float32 of each token."""
     versions: tuple[Version, ...]
     """[n] what sampled each token."""
-    reason: Literal["end", "length"]
-    """`end`: the end token was sampled; `length`: cut by max_new_tokens or by the context."""
+    reason: Literal["end", "length", "broken"]
+    """`end`: the end token was sampled; `length`: cut by max_new_tokens or by the context; `broken`: its engine died and no
+    other goes on with it, the session has failed (only where a replica has several engines: router.py)."""
     experts: Experts | None = None
     """[m, layers, k] experts of the m positions that this turn computed: from the first that no earlier turn computed to the
     one before the newest token. All turns of a session, one behind another, give a row to each token but the newest. None:
@@ -115,4 +116,17 @@ class Engine(Protocol):
 
     def logprobs(self, token_lists: list[list[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]:
         """[len - 1] each: log softmax(logits / temperature) of every next token, by a full forward pass without cache."""
+        ...
+
+
+class Member(Engine, Protocol):
+    """An Engine that may stand beside others in one replica (router.py)."""
+
+    def so_far(self, session_key: str) -> Finished:
+        """What the session's newest turn has sampled, possibly nothing; `broken` where it had not ended. Asked of an engine
+        whose step raised, and of one that samples. Raises KeyError for a session without a slot."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of memory and processes. Nothing is asked of it afterwards."""
         ...

@@ -42,7 +42,7 @@ class MeteredEngine:
     clock: Callable[[], float] = time.monotonic
     _slots: int = 0
     _turn_since: dict[str, float] = field(default_factory=dict)
-    """When the session's turn, or the wait behind it, began."""
+    """Sessions that hold a slot, and when the turn, or the wait behind it, began."""
     _sampling: set[str] = field(default_factory=set)
     _seen_at: float = 0.0
     _counts: Counts = field(default_factory=Counts)
@@ -117,7 +117,7 @@ class MeteredEngine:
     def _look(self) -> float:
         """The time; what was held until now counts."""
         now = self.clock()
-        self._window.held_s += (self._slots - self.inner.free_slots) * (now - self._seen_at)
+        self._window.held_s += len(self._turn_since) * (now - self._seen_at)
         self._seen_at = now
         return now
 

@@ -147,7 +147,10 @@ class Sampler:
         self._engine.add(Request(request.sample_id, tokens, limit, request.temperature, request.seed))
 
     def _sampled(self, live: _Live, turn: Finished) -> None:
-        """A model turn ended: it was cut, or the environment answers it."""
+        """A model turn ended: it was cut, or the environment answers it; or its engine died."""
+        if turn.reason == "broken":
+            self._finish(live, "failed", "infrastructure", "the engine died and no other goes on with the session")
+            return
         text = live.session.record(turn.tokens.tolist(), turn.logprobs.tolist(), turn.versions, turn.experts)
         if not live.session.ended:
             self._finish(live, "truncated")

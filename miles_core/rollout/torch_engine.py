@@ -238,18 +238,30 @@ class TorchEngine:
 
     def _finish(self, slot: int) -> Finished:
         self._running[slot] = False
-        total = int(self._total[slot])
+        return self._turn(slot)
+
+    def so_far(self, session_key: str) -> Finished:
+        """What the session's newest turn has sampled; `broken` where it had not ended."""
+        return self._turn(self._slot_of[session_key])
+
+    def _turn(self, slot: int) -> Finished:
+        first, total = int(self._first[slot]), int(self._total[slot])
         span = slice(int(self._start[slot]), total)
         tokens = self._tokens[slot, span].astype(np.int32)
+        is_cut = total >= self._limit[slot]
         return Finished(
             session_key=self._key_of[slot],
             tokens=tokens,
             logprobs=self._logprobs[slot, span].copy(),
             versions=tuple(self._versions[index] for index in self._version_of[slot, span]),
-            reason="end" if tokens[-1] == self._end_id else "length",
-            # The newest token was not fed yet.
-            experts=None if self._experts is None else self._experts.of(slot, int(self._first[slot]), total - 1),
+            reason="end" if len(tokens) and tokens[-1] == self._end_id else "length" if is_cut else "broken",
+            # The newest token was not fed yet; before the first one is sampled nothing is sure to have been read.
+            experts=None if self._experts is None else self._experts.of(slot, first, total - 1 if len(tokens) else first),
         )
+
+    def close(self) -> None:
+        """Lets go of model and cache."""
+        del self._model, self._cache, self._merger, self._experts
 
     @torch.no_grad()
     def load_weights(self, tensors: dict[str, torch.Tensor], version: Version) -> None:

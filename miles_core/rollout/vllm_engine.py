@@ -66,7 +66,8 @@ class _Session:
 
 class VllmEngine:
     """See module. `dtype`: what it computes in; `weights_dtype`: of the weights that are published for it. `lora`: what is
-    published are adapters of the model in `folder`."""
+    published are adapters of the model in `folder`. `gpus`: as CUDA_VISIBLE_DEVICES names them, its own among those of several
+    engines of one process, in workers of its own; empty: what this process sees."""
 
     def __init__(
         self,
@@ -81,10 +82,12 @@ class VllmEngine:
         spec: VllmSpec | None = None,
         record_experts: bool = False,
         lora: LoraSpec | None = None,
+        gpus: tuple[str, ...] = (),
     ) -> None:
         config = AutoConfig.from_pretrained(folder)
         _check_model(config, max_tokens, record_experts=record_experts)
-        self._core = _start(folder, config, dtype, slots, max_tokens, spec or VllmSpec())
+        with _only_these(gpus):
+            self._core = _start(folder, config, dtype, slots, max_tokens, spec or VllmSpec(), has_workers=bool(gpus))
         with torch.device("meta"):
             self._names = AutoModelForCausalLM.from_config(config)
         self._weights_dtype = getattr(torch, weights_dtype)
@@ -194,13 +197,25 @@ class VllmEngine:
         session.running = False
         session.total += len(session.tokens)
         session.newest = session.tokens[-1]
+        return self.so_far(session_key)
+
+    def so_far(self, session_key: str) -> Finished:
+        """What the session's newest turn has sampled; `broken` where it had not ended."""
+        session = self._sessions[session_key]
         return Finished(
             session_key=session_key,
             tokens=np.array(session.tokens, dtype=np.int32),
             logprobs=np.array(session.logprobs, dtype=np.float32),
             versions=tuple(session.versions),
-            reason="end" if session.newest == self._end_id else "length",
+            reason="broken" if session.running else "end" if session.newest == self._end_id else "length",
         )
+
+    def close(self) -> None:
+        """Ends its workers. vLLM's own end would take what the engines of a process share away from those beside it."""
+        self._core._finalizer.detach()
+        if not self._is_in_process:
+            self._core.engine_core.model_executor.shutdown()
+        del self._core, self._base
 
     def load_weights(self, tensors: dict[str, torch.Tensor], version: Version) -> None:
         """Exchanges all weights, or raises ValueError with the names at fault and exchanges none.
@@ -223,7 +238,7 @@ class VllmEngine:
         self.version = Version(*version)
 
     def _exchange(self, tensors: dict[str, torch.Tensor]) -> None:
-        if self._core.engine_core.vllm_config.parallel_config.tensor_parallel_size == 1:
+        if self._is_in_process:
             self._core.collective_rpc("exchange_weights", args=(tensors,))
             return
         from safetensors.torch import save_file
@@ -232,6 +247,11 @@ class VllmEngine:
             path = f"{folder}/model.safetensors"
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
             self._core.collective_rpc("exchange_weights_from", args=(path,))
+
+    @property
+    def _is_in_process(self) -> bool:
+        """Whether the model is in this process, not in workers."""
+        return bool(self._core.engine_core.vllm_config.parallel_config.distributed_executor_backend == "uni")
 
     def logprobs(self, token_lists: list[list[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]:
         """[len - 1] each: log softmax(logits) of every next token, by a full forward pass without cache.
@@ -295,7 +315,26 @@ def _sampling_params(**settings: Any) -> Any:
     return SamplingParams(**settings, ignore_eos=True, detokenize=False)
 
 
-def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, spec: VllmSpec) -> Any:
+@contextmanager
+def _only_these(gpus: tuple[str, ...]) -> Iterator[None]:
+    """Inside, workers that vLLM starts see these GPUs alone."""
+    if not gpus:
+        yield
+        return
+    names = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, spec: VllmSpec, *, has_workers: bool) -> Any:
     """vLLM's engine core in this process. Raises RecipeError with its words where it refuses model or settings."""
     _set_environment()
     from vllm.engine.arg_utils import EngineArgs
@@ -316,7 +355,8 @@ def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, s
             max_model_len=min(max_tokens + 1, config.max_position_embeddings), max_num_seqs=slots + PROBES,
             block_size=CPU_BLOCK_TOKENS if is_cpu else None, enable_prefix_caching=True, enforce_eager=is_cpu,
             gpu_memory_utilization=spec.memory_fraction, kv_cache_memory_bytes=kv_bytes,
-            tensor_parallel_size=spec.tensor_parallel, async_scheduling=False, logprobs_mode="processed_logprobs",
+            tensor_parallel_size=spec.tensor_parallel, distributed_executor_backend="mp" if has_workers else None,
+            async_scheduling=False, logprobs_mode="processed_logprobs",
             worker_extension_cls="miles_core.rollout.vllm_worker.WeightExchange",
             speculative_config=None if spec.ngram is None else {
                 "method": "ngram", "num_speculative_tokens": spec.ngram.tokens,

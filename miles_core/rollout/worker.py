@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -38,6 +38,9 @@ from miles_core.store.journal import JournalWriter
 from miles_core.tracking.metrics import BusyMeter
 from miles_core.trajectories.schema import Trajectory
 from miles_core.trajectories.shards import ShardWriter
+
+if TYPE_CHECKING:
+    from miles_core.rollout.router import RoutedEngine
 
 REPORT_S = 1.0
 STAY_S = 5.0
@@ -77,11 +80,15 @@ class PolicyFeed:
     """Keeps the engine on the newest published version that was read, verified and probed.
 
     A version that cannot be read leaves the one in use alone. One whose probe fails is in the engine but must not sample:
-    then `version` is None until a version passes.
+    then `version` is None until a version passes. Of several engines (`fleet`: what `engine` stands for) the probe of each must
+    hold; one that died and was made again gets the version in use, and serves when its probe holds.
     """
 
-    def __init__(self, context: RoleContext, engine: Engine, read: ReadVersion | None = None) -> None:
+    def __init__(
+        self, context: RoleContext, engine: Engine, read: ReadVersion | None = None, fleet: RoutedEngine | None = None
+    ) -> None:
         self._engine, self._clock, self._timing, self._context = engine, context.clock, context.timing, context
+        self._fleet = fleet
         self._steps = StepLog(context.follow("learner-0"), context.rollbacks)
         self._read = read or PolicyCopy(context.paths, context.run.run_id, self._steps, fs=context.fs).read
         self._failing_since: float | None = None
@@ -100,7 +107,11 @@ class PolicyFeed:
         """
         self._steps.poll()
         newest = self._steps.newest_published
-        if newest is None or newest.version == self.version or self._clock() < self._retry_at:
+        if newest is None or self._clock() < self._retry_at:
+            return
+        if newest.version == self.version:
+            if self._fleet is not None and self._fleet.is_mendable:
+                self._fleet.mend(lambda engine: self._verify(engine, newest))
             return
         try:
             self._load(newest)
@@ -109,18 +120,29 @@ class PolicyFeed:
         except DigestMismatch as error:
             self._failed(newest, error, max(10.0, 4 * self._timing.visibility_s))
 
-    def _load(self, published: Published) -> None:
+    def _fetch(self, published: Published) -> tuple[dict[str, Any], PolicyManifest]:
         self._context.reads = published.version
         try:
-            tensors, manifest = self._read(published)
+            return self._read(published)
         finally:
             self._context.reads = None
+
+    def _verify(self, engine: Engine, published: Published) -> None:
+        """Gives the version in use to an engine that was made again. Raises where it cannot be read, or its probe fails."""
+        tensors, manifest = self._fetch(published)
+        engine.load_weights(tensors, published.version)
+        check_probe(manifest, engine.logprobs([list(prompt) for prompt in manifest.probe.prompts]))
+
+    def _load(self, published: Published) -> None:
+        tensors, manifest = self._fetch(published)
         try:
             self._engine.load_weights(tensors, published.version)
         except ValueError as error:
             raise DigestMismatch(f"{tuple(published.version)} does not fit the engine's model: {error}") from error
         self.version = None
-        gap = check_probe(manifest, self._engine.logprobs([list(prompt) for prompt in manifest.probe.prompts]))
+        prompts = [list(prompt) for prompt in manifest.probe.prompts]
+        found = [self._engine.logprobs(prompts)] if self._fleet is None else self._fleet.probes(prompts)
+        gap = max(check_probe(manifest, logprobs) for logprobs in found)
         self.version = published.version
         self._failing_since, self._retry_at, self._delay_s = None, 0.0, FIRST_RETRY_S
         log.info("serving version=%s probe_gap=%.2g", tuple(published.version), gap)
@@ -168,15 +190,16 @@ class RolloutWorker:
         episodes: Episodes,
         *,
         read: ReadVersion | None = None,
+        fleet: RoutedEngine | None = None,
         figures: Callable[[], dict[str, Any]] = dict,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """`figures`: what a metric point says of the engine (meter.py)."""
+        """`fleet`: the several engines that `engine` stands for. `figures`: what a metric point says of it (meter.py)."""
         recipe = context.recipe
         self._figures = figures
         self._context, self._journal, self._engine, self._episodes = context, journal, engine, episodes
         self._clock, self._unix_time = context.clock, unix_time
-        self._feed = PolicyFeed(context, engine, read)
+        self._feed = PolicyFeed(context, engine, read, fleet)
         self._inbox = Inbox(context)
         self._orphans = OrphanWatch(context)
         self._reads, self._writes = Patience(context, "reading orders"), Patience(context, "writing shards and their journal")

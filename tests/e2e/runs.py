@@ -53,8 +53,10 @@ def short_run_arguments(run_id: str, *settings: str, cluster: str = "local") -> 
     return argv
 
 
-FINISHED_RUN = short_run_arguments("short", "retention.versions=false")
-"""The run of the fixture `finished_run`."""
+FINISHED_RUN = short_run_arguments(
+    "short", "retention.versions=false", 'rollout.pools=[{"name": "main", "slots": 128, "engines": 2}]'
+)
+"""The run of the fixture `finished_run`: one replica of two engines."""
 
 
 def ledger_of(root: Path) -> tuple[RunConfig, RunPaths, Ledger]:

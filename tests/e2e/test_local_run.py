@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_core.paths import RunPaths
+from miles_core.tracking.metrics import read_metrics
 from miles_core.tracking.summary import summarize
 from tests.e2e.runs import (
     FINISHED_RUN,
@@ -57,6 +58,11 @@ def test_the_summary_has_every_promised_figure(finished_run: Path) -> None:
     assert summary["policy"]["versions"] == 7
     assert all(job["attempts"] == 1 and len(job["job_ids"]) == 1 for job in summary["jobs"])
     assert summary["seconds"]["both_busy"] <= summary["seconds"]["learner_busy"] <= summary["seconds"]["total"]
+
+
+def test_its_replica_had_two_engines_and_neither_died(finished_run: Path) -> None:
+    points = [point for _, point in read_metrics(finished_run / "metrics") if point["event"] == "rollout"]
+    assert {len(point["engine_active"]) for point in points} == {2} and points[-1]["engine_deaths"] == 0
 
 
 def test_status_and_logs_of_a_finished_run(finished_run: Path) -> None:

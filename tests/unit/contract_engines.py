@@ -1,8 +1,8 @@
 """The engines that hold the contract (test_engine_contract.py), over one tiny model of each kind.
 
-vLLM is not in the project's own environment: there the contract runs on the torch engine alone, and tests/vllm runs it again
-with the interpreter that has it. A vLLM engine takes seconds to start, so one of each kind is made and used again: nothing
-runs in it and it has its first weights again when a test gets it.
+vLLM is not in the project's own environment: there the contract runs on the torch engine and on two of them behind the
+router, and tests/e2e/test_vllm.py runs it again with the interpreter that has it. A vLLM engine takes seconds to start, so
+one of each kind is made and used again: nothing runs in it and it has its first weights again when a test gets it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 
 from miles_core.records import Version
 from miles_core.rollout.engine import Engine
+from miles_core.rollout.router import RoutedEngine
 from miles_core.rollout.torch_engine import TorchEngine
 from tests.unit.tiny_models import Kind, save_tiny_model, tiny_model, tiny_tokenizer
 
-ENGINES = ("torch", "vllm") if importlib.util.find_spec("vllm") else ("torch",)
+ENGINES = ("torch", "vllm") if importlib.util.find_spec("vllm") else ("torch", "routed")
 SLOTS, MAX_TOKENS = 4, 96
 END = tiny_tokenizer().eos_token_id
 V0, V1, V2 = Version(0, 0), Version(1, 1), Version(2, 1)
@@ -41,8 +42,14 @@ def make_engine(name: str, folder: Path, kind: Kind = "qwen3", *, end_id: int = 
     """
     if name == "vllm":
         return _vllm_engine(folder, kind, end_id, dtype)
+    if name == "routed":
+        return RoutedEngine(lambda index: _torch_engine(kind, end_id, dtype, SLOTS // 2), 2, is_parallel=True)
+    return _torch_engine(kind, end_id, dtype, SLOTS)
+
+
+def _torch_engine(kind: Kind, end_id: int, dtype: str, slots: int) -> TorchEngine:
     return TorchEngine(
-        contract_model(kind).to(getattr(torch, dtype)), end_id=end_id, slots=SLOTS, max_tokens=MAX_TOKENS, version=V0,
+        contract_model(kind).to(getattr(torch, dtype)), end_id=end_id, slots=slots, max_tokens=MAX_TOKENS, version=V0,
         weights_dtype="float32",
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ def test_an_engine_that_cannot_start_is_refused_with_the_fix(tmp_path: Path, pyt
 
 @pytest.mark.parametrize(
     ("gpus", "shared", "sentence"),
-    [(0, 2, ""), (2, 2, ""), (4, 2, "resources.rollout: gpus=4 .* pool fast has tensor_parallel=2"), (2, None, "parallel=1")],
+    [(0, 2, ""), (2, 2, ""), (4, 2, "resources.rollout: gpus=4 .* pool fast has .*tensor_parallel=2"), (2, None, "parallel=1")],
 )
 def test_a_replica_has_as_many_gpus_as_share_its_model(python: Path, gpus: int, shared: int | None, sentence: str) -> None:
     pool = {"name": "fast", "engine": "vllm"} | ({} if shared is None else {"vllm": {"tensor_parallel": shared}})
@@ -73,6 +73,23 @@ def test_a_replica_has_as_many_gpus_as_share_its_model(python: Path, gpus: int, 
         return
     with pytest.raises(RecipeError, match=sentence):
         check_engines(recipe(pool), made)
+
+
+def test_each_of_several_engines_has_gpus_and_slots(python: Path) -> None:
+    for pool, gpus in (({"engine": "vllm", "vllm": {"tensor_parallel": 2}}, 6), ({}, 3)):
+        check_engines(
+            recipe({"name": "fast", "engines": 3, **pool}),
+            profile(vllm_python=str(python), resources={"rollout": {"gpus": gpus}}),
+        )
+        with pytest.raises(RecipeError, match=r"gpus=2 .* pool fast has engines=3 and tensor_parallel=\d: .*make them equal"):
+            check_engines(
+                recipe({"name": "fast", "engines": 3, **pool}),
+                profile(vllm_python=str(python), resources={"rollout": {"gpus": 2}}),
+            )
+    with pytest.raises(
+        ValidationError, match=r"pools\.main: slots=2 are fewer than the engines=3 that share them; raise slots"
+    ):
+        RolloutPool.model_validate({"slots": 2, "engines": 3})
 
 
 def test_settings_of_vllm_need_vllm_and_a_range() -> None:

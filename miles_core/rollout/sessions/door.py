@@ -4,7 +4,8 @@
 session's calls are sampled one behind another, in the slot that the session took with its first; a call that goes on from
 the turn that was sampled last there feeds only what is new, any other has the conversation read anew. A session that waits
 keeps its slot until another needs it. A caller that gives up leaves nothing behind: its turn is released, and the session's
-next one is read anew. An engine that refuses a turn is EngineFailed; what it raises while it samples ends its own thread.
+next one is read anew. An engine that refuses or breaks a turn is EngineFailed; what it raises while it samples ends its own
+thread.
 """
 
 from __future__ import annotations
@@ -129,6 +130,10 @@ class EngineDoor:
 
     def _finish(self, turn: Finished) -> None:
         call = self._active.pop(turn.session_key)
+        if turn.reason == "broken":
+            self._forget(turn.session_key)
+            self._fail(call, "the engine died and no other goes on with the session")
+            return
         sampled = Sampled(
             tokens=tuple(turn.tokens.tolist()),
             logprobs=tuple(turn.logprobs.tolist()),
