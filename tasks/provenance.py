@@ -24,6 +24,7 @@ from miles_core.base_model import describe_file
 from miles_core.masking import mask_arguments, mask_lines, secret_values
 from miles_core.provenance import Data, Git, Provenance, Submitter
 from miles_core.recipe import EnvironmentSpec
+from miles_core.recipe.environment import SHELL_FAMILIES
 from miles_core.records import FileDigest
 from miles_core.runtime.machine import read_machine
 from miles_core.store.lease import UNKNOWN
@@ -71,7 +72,7 @@ def installed_packages() -> dict[str, str]:
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
-_PACKAGES = {"shell_puzzle": "miles_core"}
+_PACKAGES = dict.fromkeys(SHELL_FAMILIES, "miles_core")
 """Of families that are not reasoning-gym's."""
 _DISTRIBUTIONS = {"miles_core": "miles-slurm"}
 """Of packages with another name, where it is known; else it is looked for, which takes a second."""

@@ -1,7 +1,8 @@
 """Which environment a recipe means: `environment.family`. Its verifier is made by miles_core/grading/rules.py.
 
 - a name of a reasoning-gym family, for example `chain_sum`: its questions, judged by the library;
-- `shell_puzzle`: real bash in a sandbox, judged by what is known of the puzzle;
+- `shell_puzzle`: a few commands of a real bash in a sandbox, judged by what is known of the puzzle;
+- `terminal`: any line of bash in a sandbox, to repair a small project, judged by running its checks on what the folder holds;
 - `package.module:ClassName`: your own. It must be importable where the jobs run (installed, or in PYTHONPATH of the shell that
   submits or of the cluster profile's setup) and is two small protocols (miles_core/environments/base.py,
   miles_core/grading/base.py):
@@ -24,6 +25,8 @@ from typing import Any
 from miles_core.environments.base import Environment
 from miles_core.environments.shell_puzzle import FAMILY as SHELL_PUZZLE
 from miles_core.environments.shell_puzzle import PuzzleSource
+from miles_core.environments.terminal_task import FAMILY as TERMINAL
+from miles_core.environments.terminal_task import TaskSource as TerminalTaskSource
 from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
 
@@ -37,15 +40,21 @@ def make_environment(spec: EnvironmentSpec, owner: str = "nobody") -> Environmen
         from miles_core.environments.shell import ShellPuzzleEnvironment
 
         return ShellPuzzleEnvironment(spec, owner)
+    if spec.family == TERMINAL:
+        from miles_core.environments.terminal import TerminalEnvironment
+
+        return TerminalEnvironment(spec, owner)
     from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
 
     return ReasoningGymEnvironment(spec)
 
 
 def check_environment(spec: EnvironmentSpec) -> None:
-    """What can be told without loading a library: the options of a shell puzzle. Raises RecipeError."""
+    """What can be told without loading a library: the options of the families with a shell. Raises RecipeError."""
     if spec.family == SHELL_PUZZLE:
         PuzzleSource(spec.options)
+    if spec.family == TERMINAL:
+        TerminalTaskSource(spec.options)
 
 
 def make_own(spec: EnvironmentSpec, method: str) -> Any:

@@ -13,8 +13,10 @@ from typing import Any
 from miles_core.environments.reasoning_gym import TaskSource
 from miles_core.environments.registry import make_own
 from miles_core.environments.shell_puzzle import FAMILY, PuzzleSource, texts_digest
+from miles_core.environments.terminal_task import FAMILY as TERMINAL
 from miles_core.errors import RecipeError
 from miles_core.grading.base import Verifier
+from miles_core.grading.terminal import TerminalVerifier
 from miles_core.recipe import EnvironmentSpec
 
 
@@ -70,6 +72,8 @@ def make_verifier(spec: EnvironmentSpec) -> Verifier:
     """The exact verifier of a recipe's environment. Raises RecipeError."""
     if spec.is_own:
         return _own_verifier(spec)
+    if spec.family == TERMINAL:
+        return TerminalVerifier(spec)
     return ShellPuzzleVerifier(spec) if spec.family == FAMILY else ReasoningGymVerifier(spec)
 
 

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from miles_core.recipe.closed import Closed
 
+SHELL_FAMILIES = ("shell_puzzle", "terminal")
+"""Families whose episodes run bash."""
+
 
 class AgentSpec(Closed):
     """An agent loop that drives the episodes over HTTP, instead of the environment's own answers."""
@@ -40,10 +43,10 @@ class EnvironmentSpec(Closed):
     """Where tasks come from, and what an episode may do."""
 
     family: str
-    """A reasoning-gym family by its name there, for example `chain_sum`; `shell_puzzle`; or `package.module:ClassName`, an
-    environment of your own (miles_core/environments/registry.py says what it needs)."""
+    """A reasoning-gym family by its name there, for example `chain_sum`; `shell_puzzle`; `terminal`; or
+    `package.module:ClassName`, an environment of your own (miles_core/environments/registry.py says what it needs)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle."""
+    """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle or a terminal task."""
     prompt: PromptSpec | None = None
     """What a reasoning-gym family's questions come with. null: the library's question alone."""
     tool: Literal["none", "calculator", "shell"] = "none"
@@ -81,7 +84,7 @@ class EnvironmentSpec(Closed):
 
     @model_validator(mode="after")
     def _prompt_is_for_the_library(self) -> Self:
-        if self.prompt is not None and (self.is_own or self.family == "shell_puzzle"):
+        if self.prompt is not None and (self.is_own or self.family in SHELL_FAMILIES):
             raise ValueError(f"environment.prompt is for reasoning-gym families, {self.family!r} words its own; remove it")
         if self.prompt is not None and self.prompt.shots and self.tool != "none":
             raise ValueError("environment.prompt.shots are answered without a tool; set tool: none or shots: 0")
@@ -91,15 +94,15 @@ class EnvironmentSpec(Closed):
     def _turns_need_a_tool(self) -> Self:
         if self.agent is not None and self.tool == "shell":
             raise ValueError(
-                "environment.agent: an agent brings its own tools and cannot reach the shell of shell_puzzle; leave agent out, "
-                "or take another family"
+                f"environment.agent: an agent brings its own tools and cannot reach the shell of {self.family}; leave agent "
+                f"out, or take another family"
             )
         if self.is_own:
             return self
-        if (self.family == "shell_puzzle") != (self.tool == "shell"):
+        if (self.family in SHELL_FAMILIES) != (self.tool == "shell"):
             raise ValueError(
-                f"environment: family {self.family!r} does not go with tool {self.tool!r}; shell_puzzle needs tool: shell, and "
-                f"no other family has it"
+                f"environment: family {self.family!r} does not go with tool {self.tool!r}; {' and '.join(SHELL_FAMILIES)} need "
+                f"tool: shell, and no other family has it"
             )
         if self.tool == "none" and self.max_turns > 1 and self.agent is None:
             raise ValueError("environment: max_turns > 1 needs a tool or an agent; set tool: calculator or max_turns: 1")

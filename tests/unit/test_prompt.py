@@ -80,6 +80,7 @@ def test_a_prompt_that_cannot_be_made_is_refused_when_the_environment_is_made(pr
     [
         ({"family": "a:B", "prompt": {}}, "prompt is for reasoning-gym families, 'a:B'"),
         ({"family": "shell_puzzle", "tool": "shell", "prompt": {}}, "prompt is for reasoning-gym families"),
+        ({"family": "terminal", "tool": "shell", "prompt": {}}, "prompt is for reasoning-gym families"),
         ({"family": "chain_sum", "tool": "calculator", "prompt": {"shots": 1}}, "shots are answered without a tool"),
     ],
 )

@@ -196,7 +196,8 @@ def test_the_digest_of_the_tasks_follows_their_source_and_their_files(tmp_path: 
     assert read_data(own).source_digest != before.source_digest
     assert read_data(spec.model_copy(update={"family": "not_there:Chess"})).source_digest == UNKNOWN
     inside = read_data(spec.model_copy(update={"family": "miles_core.environments.mine:Sums"}))
-    assert inside == read_data(spec.model_copy(update={"family": "shell_puzzle"})).model_copy(update={"family": inside.family})
+    for family in ("shell_puzzle", "terminal"):
+        assert inside == read_data(spec.model_copy(update={"family": family})).model_copy(update={"family": inside.family})
     assert inside.library.startswith("miles-slurm ") and inside.source_digest != UNKNOWN
 
 

@@ -13,8 +13,10 @@ from miles_core.environments.base import Message
 from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
 from miles_core.environments.registry import check_environment, make_environment
 from miles_core.environments.shell import ShellPuzzleEnvironment
+from miles_core.environments.terminal import TerminalEnvironment
 from miles_core.errors import RecipeError
 from miles_core.grading.rules import ReasoningGymVerifier, ShellPuzzleVerifier, make_verifier
+from miles_core.grading.terminal import TerminalVerifier
 from miles_core.recipe import EnvironmentSpec
 
 OWN = '''
@@ -79,6 +81,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_names_mean_environments_and_their_verifiers() -> None:
     shell = EnvironmentSpec(family="shell_puzzle", tool="shell", max_turns=4)
     assert type(make_environment(shell)) is ShellPuzzleEnvironment and type(make_verifier(shell)) is ShellPuzzleVerifier
+    terminal = EnvironmentSpec(family="terminal", tool="shell", max_turns=8)
+    assert type(make_environment(terminal)) is TerminalEnvironment and type(make_verifier(terminal)) is TerminalVerifier
     sums = EnvironmentSpec(family="chain_sum", tool="calculator", max_turns=3)
     assert type(make_environment(sums)) is ReasoningGymEnvironment and type(make_verifier(sums)) is ReasoningGymVerifier
 
@@ -117,8 +121,9 @@ def test_what_is_missing_in_ones_own_verifier_is_named(own: str, name: str, says
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"family": "shell_puzzle"}, "needs tool: shell"),
-        ({"family": "shell_puzzle", "tool": "calculator", "max_turns": 2}, "needs tool: shell"),
+        ({"family": "shell_puzzle"}, "need tool: shell"),
+        ({"family": "terminal"}, "need tool: shell"),
+        ({"family": "shell_puzzle", "tool": "calculator", "max_turns": 2}, "need tool: shell"),
         ({"family": "chain_sum", "tool": "shell", "max_turns": 2}, "no other family has it"),
         ({"family": "chain_sum", "max_turns": 2}, "needs a tool"),
     ],
@@ -128,7 +133,8 @@ def test_a_tool_that_does_not_fit_is_refused(fields: dict[str, Any], says: str) 
         EnvironmentSpec(**fields)
 
 
-def test_options_of_a_shell_puzzle_are_checked_before_anything_runs() -> None:
-    with pytest.raises(RecipeError, match="levels 1, 2, 3 and 4"):
-        check_environment(EnvironmentSpec(family="shell_puzzle", tool="shell", options={"level": 9}))
+@pytest.mark.parametrize("family", ["shell_puzzle", "terminal"])
+def test_options_of_a_family_with_a_shell_are_checked_before_anything_runs(family: str) -> None:
+    with pytest.raises(RecipeError, match=f"{family} has the levels 1, 2, 3 and 4"):
+        check_environment(EnvironmentSpec(family=family, tool="shell", options={"level": 9}))
     check_environment(EnvironmentSpec(family="chain_sum", options={"level": 9}))
