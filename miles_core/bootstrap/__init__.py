@@ -22,6 +22,7 @@ from pathlib import Path
 from miles_core import environments
 from miles_core.bootstrap.chain_sum import ChainSumHabits
 from miles_core.bootstrap.shell_puzzle import ShellHabits
+from miles_core.bootstrap.terminal import TerminalHabits
 from miles_core.bootstrap.training import Progress, WarmUp, warm_up
 from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
@@ -33,6 +34,7 @@ WARM_UPS: dict[str, WarmUp] = {
     "chain_sum_moe": WarmUp(ChainSumHabits(), experts=16),
     "chain_sum_wide": WarmUp(ChainSumHabits(), head_dim=32),  # the narrowest heads that vLLM computes on a CPU
     "shell_puzzle": WarmUp(ShellHabits(), clean_steps=520, careless_steps=160),
+    "terminal": WarmUp(TerminalHabits(), head_dim=32, clean_steps=240, careless_steps=80),
 }
 
 

@@ -1,4 +1,4 @@
-"""Both small recipes learn through the whole system, shortened; a shell puzzle's sandboxes leave nothing on the node."""
+"""The small recipes learn through the whole system, shortened; a shell's sandboxes leave nothing on the node."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.timeout(1500)]
 DEADLINE_S = 1200.0
 
 
-def arguments(recipe: str, run_id: str) -> list[str]:
-    return ["run", recipe, "--run-id", run_id, "--set", "steps=20", "--set", "evaluation.problems=128"]
+def arguments(recipe: str, run_id: str, *, steps: int = 20, problems: int = 128) -> list[str]:
+    return ["run", recipe, "--run-id", run_id, "--set", f"steps={steps}", "--set", f"evaluation.problems={problems}"]
 
 
-def check_that_it_learned(folder: Path, run_id: str) -> dict[str, Any]:
+def check_that_it_learned(folder: Path, run_id: str, *, steps: int = 20) -> dict[str, Any]:
     """Greedy on held-out tasks rose by at least 0.2, and the run proves itself."""
     summary = summary_of(folder / "runs" / run_id)
-    assert summary["state"] == "COMPLETED" and summary["steps"] == 20 and summary["groups"]["open"] == 0
+    assert summary["state"] == "COMPLETED" and summary["steps"] == steps and summary["groups"]["open"] == 0
     before, after = summary["eval"]["greedy_before"], summary["eval"]["greedy_after"]
     assert after - before >= 0.2, summary
     assert summary["reward"]["last5"] > summary["reward"]["first5"] + 0.2
@@ -59,6 +59,14 @@ def test_the_shell_puzzle_learns_although_its_rollout_is_killed_and_leaves_nothi
     assert {job["role"]: job["attempts"] for job in summary["jobs"]}["rollout"] == 2
     assert left_behind(run_id) == []
     assert "SANDBOX" not in miles(tmp_path, "logs", run_id).stdout, "the sandbox was less than bubblewrap"
+
+
+def test_terminal_tasks_learn_from_what_their_checks_say_and_leave_nothing(tmp_path: Path) -> None:
+    run_id = f"terminal-{os.getpid()}"
+    process = start_miles(tmp_path, *arguments("terminal", run_id, steps=12, problems=64))
+    assert process.wait(DEADLINE_S) == 0, (tmp_path / "output").read_text()
+    assert check_that_it_learned(tmp_path, run_id, steps=12)["eval"]["greedy_before"] <= 0.7
+    assert left_behind(run_id) == []
 
 
 def test_chain_sum_learns(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_the_key_follows_the_tasks_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("chainsum", {}, "there are: chain_sum, chain_sum_moe, chain_sum_wide, shell_puzzle"),
+        ("chainsum", {}, "there are: chain_sum, chain_sum_moe, chain_sum_wide, shell_puzzle, terminal"),
         ("chain_sum", {"family": "spell_backward"}, "family='spell_backward'"),
         ("chain_sum", {"tool": "none", "max_turns": 1}, "tool='none'"),
         ("chain_sum", {"max_turns": 1}, "max_turns=1"),
