@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import resource
@@ -39,7 +40,7 @@ def examine(profile: ClusterProfile, *, nodes: bool = False) -> list[Finding]:
     root = run_root(profile, "doctor").parent
     found = [
         _python(), *_packages(), _compiler(), *_limits(), _cpus(), _gpus(profile), _sandbox(), _cache(), _vllm(profile),
-        *_wandb(os.environ), *examine_files(profile, root),
+        *_hardening(), *_wandb(os.environ), *examine_files(profile, root),
     ]  # fmt: skip
     if profile.kind == "slurm":
         env = slurm_env(profile)
@@ -140,6 +141,20 @@ def _sandbox() -> Finding:
         "sandbox", f"{kind.name}: {'; '.join(kind.missing)}",
         f"install bubblewrap before a recipe runs commands of the model ({'; '.join(kind.reasons) or 'it is not there'})",
     )  # fmt: skip
+
+
+def _hardening() -> Iterator[Finding]:
+    """What a role could take for itself (runtime/hardening.py), tried by a process of its own. Of this shell; a job may have
+    other limits."""
+    command = [sys.executable, "-m", "miles_core.runtime.hardening"]
+    try:
+        done = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True, timeout=60, check=True)
+        holds = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        yield unknown("hardening", str(error))
+        return
+    for hold in holds:
+        yield Finding(hold["name"], "warn" if hold["fix"] else "ok", hold["seen"], hold["fix"])
 
 
 def _cache() -> Finding:

@@ -36,6 +36,7 @@ def judge(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Finding]:
     yield _accounting(facts)
     yield _memory(profile, facts)
     yield _poll(profile)
+    yield _binding(profile, facts)
     if facts.partitions is None:
         yield unknown("partitions", facts.unknown.get("partitions", "not listed"), "try `scontrol show partition`")
         return
@@ -88,6 +89,19 @@ def _poll(profile: ClusterProfile) -> Finding:
     if profile.scheduler_poll_s >= _POLITE_POLL_S or profile.slurm.devslurm is not None:
         return ok("queries", seen)
     return warn("queries", seen, f"set scheduler_poll_s to {_POLITE_POLL_S:g} or more on a cluster that others use")
+
+
+def _binding(profile: ClusterProfile, facts: SiteFacts) -> Finding:
+    """Whether a job's threads stay on the cores that it was given."""
+    plugin = facts.config.get("TaskPlugin", "")
+    if not plugin:
+        return unknown("core binding", "TaskPlugin is not said")
+    if profile.slurm.devslurm is not None or "cgroup" in plugin or "affinity" in plugin:
+        return ok("core binding", f"TaskPlugin={plugin}")
+    return warn(
+        "core binding", f"TaskPlugin={plugin}: jobs of a node run on each other's cores",
+        "ask for TaskPlugin=task/cgroup,task/affinity with ConstrainCores=yes, or run with --exclusive (slurm.extra)",
+    )  # fmt: skip
 
 
 def judge_role(profile: ClusterProfile, role: str, wanted: Resources, partitions: Mapping[str, Partition]) -> Iterator[Finding]:

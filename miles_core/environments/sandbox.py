@@ -182,11 +182,15 @@ class Sandbox:
         return process
 
     def _script(self, deadline_s: float) -> str:
-        """Sets the limits, says that the sandbox stands by one zero byte, and runs the command in the same shell."""
+        """Sets the limits, says that the sandbox stands by one zero byte, and runs the command in the same shell.
+
+        Where memory runs out the kernel is to end it before the role (runtime/hardening.py).
+        """
         limits = self._limits
         processes = f" -u {limits.processes}" if self._kind.counts_processes else ""
         ulimit = f"ulimit -c 0 -t {math.ceil(deadline_s) + 1} -f {limits.file_bytes >> 10} -v {limits.memory_bytes >> 10}"
-        return f"{ulimit}{processes} || exit 125\nprintf '\\0'\neval \"$1\""
+        first = "{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null"
+        return f"{first}\n{ulimit}{processes} || exit 125\nprintf '\\0'\neval \"$1\""
 
     def _follow(self, process: subprocess.Popen[bytes], due: float) -> tuple[bytes, Stopped]:
         """Reads until the command has ended or passes a limit."""

@@ -22,6 +22,7 @@ from miles_core.paths import RunPaths
 from miles_core.policy.manifest import probe_prompts
 from miles_core.run import RunConfig, read_run
 from miles_core.runtime.context import RoleContext, exit_code_of, own_job_id, parse_arguments, run_role, start_logging
+from miles_core.runtime.hardening import harden
 
 if TYPE_CHECKING:
     from miles_core.learner.trainer import Trainer
@@ -49,6 +50,7 @@ def follow_rank_0(place: Place, argv: list[str] | None = None) -> int:
     """The main of every other rank; returns the exit code, 0 if rank 0 said leave."""
     arguments = parse_arguments(argv)
     start_logging(f"role=learner-0 attempt={arguments.attempt} rank={place.rank}")
+    harden()
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: log.info("signal=%s: rank 0 decides", signal.Signals(number).name))
 

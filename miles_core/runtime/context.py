@@ -30,6 +30,7 @@ from miles_core.records import Cuts, Done, Version, split_writer
 from miles_core.rollbacks import Rollbacks, read_rollbacks
 from miles_core.run import RunConfig, read_run
 from miles_core.runtime.crash import crash_point
+from miles_core.runtime.hardening import harden
 from miles_core.runtime.machine import read_machine
 from miles_core.store.follow import Follower, Reading, cut_predecessors
 from miles_core.store.fs import FileSystem
@@ -294,6 +295,7 @@ def run_role(role: str, main: RoleMain, argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     writer = f"{role}-{arguments.replica}"
     start_logging(f"role={writer} attempt={arguments.attempt}")
+    harden()
     return exit_code_of(lambda: _play(writer, arguments, main))
 
 

@@ -18,9 +18,14 @@ def read_machine(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) ->
     libc, version = platform.libc_ver()
     return Machine(
         kernel=platform.release() or UNKNOWN, libc=f"{libc} {version}".strip() or UNKNOWN, cpu=_cpu_model(root),
-        cpus=min(len(os.sched_getaffinity(0)), _cgroup_cpus(root)), gpus=_gpu_models(root),
+        cpus=usable_cpus(root), gpus=_gpu_models(root),
         gpus_visible=environ.get("CUDA_VISIBLE_DEVICES", ""), nodes=environ.get("SLURM_JOB_NODELIST", ""),
     )  # fmt: skip
+
+
+def usable_cpus(root: Path = _ROOT) -> float:
+    """CPUs that affinity and cgroup leave to this process."""
+    return min(len(os.sched_getaffinity(0)), _cgroup_cpus(root))
 
 
 def _cpu_model(root: Path) -> str:

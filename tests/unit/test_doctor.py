@@ -36,7 +36,7 @@ def partition(name: str = "main", **changes: Any) -> Partition:
 def facts(*partitions: Partition, **changes: Any) -> SiteFacts:
     made = SiteFacts(
         version="slurm-wlm 22.05.8", ping="Slurmctld(primary) at x is UP",
-        config={"AccountingStorageType": "accounting_storage/none", "MinJobAge": "300 sec"},
+        config={"AccountingStorageType": "accounting_storage/none", "MinJobAge": "300 sec", "TaskPlugin": "task/cgroup"},
         partitions={found.name: found for found in partitions or (partition(),)}, reservations=(),
     )  # fmt: skip
     return replace(made, **changes)
@@ -115,6 +115,10 @@ def test_what_cannot_work_is_bad_and_says_what_to_change(
         ({"scheduler_poll_s": 120.0}, {}, "ended jobs", "warn"),
         ({}, {"config": {}}, "accounting", "unknown"),
         ({}, {"config": {}}, "ended jobs", "unknown"),
+        ({}, {"config": {}}, "core binding", "unknown"),
+        ({}, {"config": {"TaskPlugin": "task/none"}}, "core binding", "warn"),
+        ({}, {"config": {"TaskPlugin": "task/affinity"}}, "core binding", "ok"),
+        ({"slurm": {"devslurm": "/x"}}, {"config": {"TaskPlugin": "task/none"}}, "core binding", "ok"),
         ({}, {"version": ""}, "slurm version", "unknown"),
         ({}, {"partitions": None, "unknown": {"partitions": "denied"}}, "partitions", "unknown"),
         ({"slurm": {"account": "lab"}}, {}, "account and QOS", "unknown"),
