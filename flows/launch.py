@@ -19,6 +19,7 @@ from cluster.drain import drain_mark, lift_drain
 from cluster.engines import check_engines
 from cluster.epoch import read_closed, supervisor_context, take_epoch
 from cluster.job_spec import live_jobs, make_job_spec
+from cluster.own_code import unloadable
 from cluster.profile import ClusterProfile, short_lead
 from cluster.saves import measured_saves_s, unfit_save
 from cluster.scheduler import Scheduler
@@ -101,10 +102,12 @@ def check_scripts(run: RunConfig, paths: RunPaths, profile: ClusterProfile, sche
     if warning := short_lead(profile, run.recipe):
         log.warning(warning)
     check_engines(run.recipe, profile)
-    if unfit := unfit_save(profile, run.recipe, paths.base_model, measured_saves_s(paths.metrics("learner-0", 1).parent)):
-        if not _may_live(run, scheduler):
-            raise RecipeError(unfit)
-        log.warning(unfit)
+    measured_s = measured_saves_s(paths.metrics("learner-0", 1).parent)
+    for fault in (unfit_save(profile, run.recipe, paths.base_model, measured_s), unloadable(run.recipe, profile, paths.code)):
+        if fault and not _may_live(run, scheduler):
+            raise RecipeError(fault)
+        if fault:
+            log.warning(fault)
     for writer in all_writers(run.recipe):
         scheduler.script(make_job_spec(run, paths, profile, writer, 1))
 

@@ -21,6 +21,8 @@ from typing import Any
 import xxhash
 
 from miles_core.base_model import describe_file
+from miles_core.environments.verifiers_env import FAMILY as VERIFIERS
+from miles_core.environments.verifiers_env import module_of
 from miles_core.masking import mask_arguments, mask_lines, secret_values
 from miles_core.provenance import Data, Git, Provenance, Submitter
 from miles_core.recipe import EnvironmentSpec
@@ -82,6 +84,8 @@ def read_data(environment: EnvironmentSpec) -> Data:
     """What makes the tasks of an environment; nothing is imported for it."""
     own = environment.family.partition(":")[0].partition(".")[0]
     package = own if ":" in environment.family else _PACKAGES.get(environment.family, "reasoning_gym")
+    if environment.family == VERIFIERS:
+        package = module_of(str(environment.options.get("environment")))
     return Data(
         family=environment.family,
         options=environment.options,

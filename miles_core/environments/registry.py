@@ -3,6 +3,7 @@
 - a name of a reasoning-gym family, for example `chain_sum`: its questions, judged by the library;
 - `shell_puzzle`: a few commands of a real bash in a sandbox, judged by what is known of the puzzle;
 - `terminal`: any line of bash in a sandbox, to repair a small project, judged by running its checks on what the folder holds;
+- `verifiers`: an environment of that package, judged by its rubric (miles_core/environments/verifiers_env.py);
 - `package.module:ClassName`: your own. It must be importable where the jobs run (installed, or in PYTHONPATH of the shell that
   submits or of the cluster profile's setup) and is two small protocols (miles_core/environments/base.py,
   miles_core/grading/base.py):
@@ -19,7 +20,6 @@ Failure: a class that is not there or lacks a method is a RecipeError that names
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from miles_core.environments.base import Environment
@@ -27,7 +27,10 @@ from miles_core.environments.shell_puzzle import FAMILY as SHELL_PUZZLE
 from miles_core.environments.shell_puzzle import PuzzleSource
 from miles_core.environments.terminal_task import FAMILY as TERMINAL
 from miles_core.environments.terminal_task import TaskSource as TerminalTaskSource
+from miles_core.environments.verifiers_env import FAMILY as VERIFIERS
+from miles_core.environments.verifiers_env import VerifiersEnvironment, check_options
 from miles_core.errors import RecipeError
+from miles_core.named import load_named
 from miles_core.recipe import EnvironmentSpec
 
 
@@ -44,32 +47,29 @@ def make_environment(spec: EnvironmentSpec, owner: str = "nobody") -> Environmen
         from miles_core.environments.terminal import TerminalEnvironment
 
         return TerminalEnvironment(spec, owner)
+    if spec.family == VERIFIERS:
+        return VerifiersEnvironment(spec)
     from miles_core.environments.reasoning_gym import ReasoningGymEnvironment
 
     return ReasoningGymEnvironment(spec)
 
 
 def check_environment(spec: EnvironmentSpec) -> None:
-    """What can be told without loading a library: the options of the families with a shell. Raises RecipeError."""
+    """What can be told without loading a library: options of the families with a shell and of verifiers. Raises RecipeError."""
     if spec.family == SHELL_PUZZLE:
         PuzzleSource(spec.options)
     if spec.family == TERMINAL:
         TerminalTaskSource(spec.options)
+    if spec.family == VERIFIERS:
+        check_options(spec.options)
 
 
 def make_own(spec: EnvironmentSpec, method: str) -> Any:
     """An instance of the researcher's class, which must have `method`. Raises RecipeError."""
-    module_name, _, class_name = spec.family.partition(":")
-    where = f"environment.family: {spec.family!r}"
-    try:
-        found = getattr(importlib.import_module(module_name), class_name, None)
-    except ImportError as error:
-        raise RecipeError(
-            f"{where} cannot be imported here ({error}); install it, or put it into PYTHONPATH of the jobs"
-        ) from error
-    if found is None:
-        raise RecipeError(f"{where}: module {module_name} has no {class_name}")
-    made = found(spec)
+    made = load_named("environment.family", spec.family)(spec)
     if not callable(getattr(made, method, None)):
-        raise RecipeError(f"{where} has no method {method}(); see miles_core/environments/registry.py for what it needs")
+        raise RecipeError(
+            f"environment.family: {spec.family!r} has no method {method}(); see miles_core/environments/registry.py for what "
+            f"it needs"
+        )
     return made

@@ -10,10 +10,9 @@ that cannot be imported is a RecipeError.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
-from miles_core.errors import RecipeError
+from miles_core.named import load_named
 from miles_core.trajectories.schema import Trajectory
 
 Ranker = Callable[[Trajectory], float]
@@ -28,15 +27,5 @@ def make_ranker(name: str) -> Ranker:
     """The ranking grader that `grader.ranking` means. Raises RecipeError."""
     if name == "brevity":
         return brevity
-    module_name, _, function = name.partition(":")
-    where = f"grader.ranking: {name!r}"
-    try:
-        found = getattr(importlib.import_module(module_name), function, None)
-    except ImportError as error:
-        raise RecipeError(
-            f"{where} cannot be imported here ({error}); install it, or put it into PYTHONPATH of the jobs"
-        ) from error
-    if not callable(found):
-        raise RecipeError(f"{where}: module {module_name} has no function {function}")
-    ranker: Ranker = found
+    ranker: Ranker = load_named("grader.ranking", name)
     return ranker

@@ -1,4 +1,4 @@
-"""Tier L1: exact rules. An answer is judged by who knows the truth: the library that asked, or the maker of the puzzle.
+"""Tier L1: rules. An answer is judged by who knows the truth: the library that asked, the maker of the puzzle, or a rubric.
 
 A missing final answer is the model's failure and scores 0. Whatever keeps the judge from judging (another family, another
 question, a verifier that breaks) raises, and so becomes "no grade", never a zero (G9). Partial credit is the library's:
@@ -14,6 +14,8 @@ from miles_core.environments.reasoning_gym import TaskSource
 from miles_core.environments.registry import make_own
 from miles_core.environments.shell_puzzle import FAMILY, PuzzleSource, texts_digest
 from miles_core.environments.terminal_task import FAMILY as TERMINAL
+from miles_core.environments.verifiers_env import FAMILY as VERIFIERS
+from miles_core.environments.verifiers_env import RubricVerifier
 from miles_core.errors import RecipeError
 from miles_core.grading.base import Verifier
 from miles_core.grading.terminal import TerminalVerifier
@@ -74,6 +76,8 @@ def make_verifier(spec: EnvironmentSpec) -> Verifier:
         return _own_verifier(spec)
     if spec.family == TERMINAL:
         return TerminalVerifier(spec)
+    if spec.family == VERIFIERS:
+        return RubricVerifier(spec)
     return ShellPuzzleVerifier(spec) if spec.family == FAMILY else ReasoningGymVerifier(spec)
 
 

@@ -43,24 +43,33 @@ class EnvironmentSpec(Closed):
     """Where tasks come from, and what an episode may do."""
 
     family: str
-    """A reasoning-gym family by its name there, for example `chain_sum`; `shell_puzzle`; `terminal`; or
-    `package.module:ClassName`, an environment of your own (miles_core/environments/registry.py says what it needs)."""
+    """A reasoning-gym family by its name there, for example `chain_sum`; `shell_puzzle`; `terminal`; `verifiers`, an environment
+    of that package; or `package.module:ClassName`, one of your own (miles_core/environments/registry.py says what it needs)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle or a terminal task."""
+    """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle or a terminal task; `environment: NAME` and `args`
+    of verifiers."""
     prompt: PromptSpec | None = None
     """What a reasoning-gym family's questions come with. null: the library's question alone."""
     tool: Literal["none", "calculator", "shell"] = "none"
     """The tool offered to the model; `none` is one turn. An environment of your own decides itself."""
     agent: AgentSpec | None = None
-    """The agent that runs the episodes; it brings its own tools. null: the environment answers the model itself."""
+    """The agent that runs the episodes; it brings its own tools. null: the environment answers the model itself, but one of
+    `verifiers`, which is driven by its own loop."""
     max_turns: int = Field(default=1, ge=1)
     """Model turns per episode."""
     max_new_tokens: int = Field(default=24, ge=1)
     """Sampled tokens per turn."""
     max_tokens: int = Field(default=160, ge=8)
     """Prompt, tool results and samples of one episode together; longer episodes end as `truncated`."""
+    token_deadline_s: float = Field(default=300.0, gt=0)
+    """One decode step of a replica may take this long. An engine that gives no token for longer hangs: the replica ends with
+    the stacks of its threads in its log, and is replaced."""
+    turn_deadline_s: float | None = Field(default=None, gt=0)
+    """One turn of the model may take this long, from the request to its last token; then the episode ends as failed
+    (infrastructure). null: as long as the episode."""
     tool_deadline_s: float = Field(default=5.0, gt=0)
-    """One tool call may take this long."""
+    """One tool call may take this long: an answer of the environment, or what an agent does between two turns of the model;
+    then the episode ends as failed (infrastructure)."""
     episode_deadline_s: float = Field(default=120.0, gt=0)
     """A whole episode may take this long; then it ends as failed (infrastructure)."""
 
@@ -68,6 +77,12 @@ class EnvironmentSpec(Closed):
     def is_own(self) -> bool:
         """Whether `family` names a class of the researcher's."""
         return ":" in self.family
+
+    @model_validator(mode="after")
+    def _fill_in_agent(self) -> Self:
+        if self.family == "verifiers" and self.agent is None:
+            object.__setattr__(self, "agent", AgentSpec(run="miles_core.environments.verifiers_env:run"))
+        return self
 
     @model_validator(mode="after")
     def _options_are_json(self) -> Self:
@@ -84,7 +99,7 @@ class EnvironmentSpec(Closed):
 
     @model_validator(mode="after")
     def _prompt_is_for_the_library(self) -> Self:
-        if self.prompt is not None and (self.is_own or self.family in SHELL_FAMILIES):
+        if self.prompt is not None and (self.is_own or self.family in (*SHELL_FAMILIES, "verifiers")):
             raise ValueError(f"environment.prompt is for reasoning-gym families, {self.family!r} words its own; remove it")
         if self.prompt is not None and self.prompt.shots and self.tool != "none":
             raise ValueError("environment.prompt.shots are answered without a tool; set tool: none or shots: 0")

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(900)]
         (("run", "shell_puzzle", "--set", "environment.options={level: 7}"), 2, ("levels 1, 2, 3 and 4",)),
         (("run", "chain_sum", "--set", "orchestrator.capacity_batches=9"), 2, ("capacity_batches", "max_staleness")),
         (("run", "chain_sum", "--set", "model.bootstrap=null", "--set", "model.path=/no/such/model"), 2, ("/no/such/model",)),
+        (("run", "chain_sum_agent", "--set", "environment.agent.run=no.such:agent"), 2, ("no.such:agent", "imported")),
         (("run", "chain_sum", "--cluster", "nowhere"), 2, ("'nowhere'", "local")),
         (("run", "chain_sum", "--run-id", "a/b"), 2, ("a/b",)),
         (("status", "no-such-run"), 2, ("no-such-run", "MILES_RUNS")),

@@ -168,7 +168,7 @@ def own_ranker(row: Any) -> float:
 def test_rankers_are_found_by_name_and_refused_where_they_are_not_there() -> None:
     assert make_ranker("brevity")(trajectory([0, 1, 1])) == -2.0
     assert make_ranker(f"{__name__}:own_ranker")(trajectory([0, 1], index=2)) == 201.0
-    for name, message in (("nowhere:f", "cannot be imported here"), (f"{__name__}:nothing", "has no function nothing")):
+    for name, message in (("nowhere:f", "cannot be imported here"), (f"{__name__}:nothing", "has no class or function")):
         with pytest.raises(RecipeError, match=message):
             make_ranker(name)
     with pytest.raises(RecipeError, match=r"grader\.ranking"):

@@ -100,8 +100,8 @@ def test_an_environment_of_ones_own_is_played_and_judged(own: str) -> None:
     ("family", "says"),
     [
         ("no.such.module:Echo", r"cannot be imported here \(No module named 'no'\).*PYTHONPATH"),
-        ("lab_of_mine:Ecco", "module lab_of_mine has no Ecco"),
-        ("lab_of_mine:", "module lab_of_mine has no "),
+        ("lab_of_mine:Ecco", "module lab_of_mine has no class or function 'Ecco'"),
+        ("lab_of_mine:", "module lab_of_mine has no class or function ''"),
         ("lab_of_mine:NoEpisodes", r"has no method episode\(\)"),
     ],
 )

@@ -1,0 +1,75 @@
+"""Whether jobs could load what a recipe names of one's own, asked of their interpreters before anything is submitted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster.engines import python_of
+from cluster.profile import ClusterProfile
+from cluster.role_env import without_slurm
+from miles_core.environments.verifiers_env import FAMILY as VERIFIERS
+from miles_core.environments.verifiers_env import TRIED, check_options, module_of
+from miles_core.recipe import Recipe
+
+ASK_S = 120.0
+"""An import may take this long."""
+
+log = logging.getLogger("miles")
+
+
+def names_of(recipe: Recipe) -> dict[str, str]:
+    """Keys of the recipe and what they name as `package.module:name`."""
+    environment, ranking = recipe.environment, recipe.grader.ranking
+    found = {"environment.family": environment.family} if environment.is_own else {}
+    if environment.family == VERIFIERS:
+        name, _ = check_options(environment.options)
+        found |= {
+            "environment.family": "verifiers:load_environment",
+            "environment.options.environment": f"{module_of(name)}:load_environment",
+        }
+    if environment.agent is not None:
+        found["environment.agent.run"] = environment.agent.run
+    if ranking is not None and ":" in ranking:
+        found["grader.ranking"] = ranking
+    return found
+
+
+def unloadable(recipe: Recipe, profile: ClusterProfile, code: Path) -> str | None:
+    """What jobs that run `code` could not load, in words; None if there is nothing.
+
+    Where `slurm.setup` prepares the jobs' shells they may find more than is found here: then it is a warning, and None.
+    """
+    names = names_of(recipe)
+    if not names or not (code / "miles_core" / "named.py").exists():  # a run of a version that could not be asked
+        return None
+    pythons = {sys.executable, *(python_of(recipe, profile, pool.name) for pool in recipe.rollout.pools)}
+    faults = [fault for python in sorted(pythons) if (fault := _ask(python, code, names))]
+    if not faults:
+        return None
+    if recipe.environment.family == VERIFIERS:
+        faults[0] += f". Tried is `pip install verifiers=={TRIED}`, and the environment's own package beside it"
+    if profile.kind == "slurm" and profile.slurm.setup:
+        log.warning("%s. If slurm.setup of the jobs brings it, all is well", faults[0])
+        return None
+    return faults[0]
+
+
+def _ask(python: str, code: Path, names: dict[str, str]) -> str:
+    """Faults of an interpreter, empty if there are none."""
+    path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
+    try:
+        done = subprocess.run(
+            [python, "-m", "miles_core.named", *(f"{key}={name}" for key, name in names.items())],
+            cwd=code, env={**without_slurm(os.environ), "PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=ASK_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"{', '.join(f'{key}: {name!r}' for key, name in names.items())}: not imported by {python} within {ASK_S:g} s"
+    if done.returncode == 0:
+        return ""
+    said = "; ".join(done.stdout.split("\n")) or (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return said if python == sys.executable else f"{said} (asked of {python})"
