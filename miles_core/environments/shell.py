@@ -27,6 +27,7 @@ from miles_core.environments.sandbox import Result, Sandbox, SandboxBroken, swee
 from miles_core.environments.shell_commands import clean, edits, reads
 from miles_core.environments.shell_puzzle import FAMILY, Puzzle, PuzzleSource, files_digest, texts_digest
 from miles_core.environments.tool_call import tool_call
+from miles_core.environments.tool_text import tool_text
 from miles_core.recipe import EnvironmentSpec
 
 SHOWN_CHARACTERS = 400
@@ -65,8 +66,8 @@ class _Ran:
 
 
 def shown(output: str, exit_code: int | None) -> str:
-    """What the model is told of a call: the output, shortened, and the exit code unless it is 0."""
-    text = output.strip()
+    """What the model is told of a call: the output as text, shortened, and the exit code unless it is 0."""
+    text = tool_text(output, most=len(output)).strip()
     text = f"{text[:SHOWN_CHARACTERS]} ..." if len(text) > SHOWN_CHARACTERS else text
     return text if exit_code in (None, 0) else f"{text} exit {exit_code}".strip()
 

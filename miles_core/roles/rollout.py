@@ -84,7 +84,9 @@ def main(context: RoleContext) -> None:
         check_base_model(context.run, context.paths)
     renderer = make_renderer(context.paths.base_model, recipe.model.chat)
     fleet = make_fleet(context, pool, renderer.end_id) if pool.engines > 1 else None
-    engine = MeteredEngine(fleet or make_engine(context, pool, renderer.end_id))
+    engine = MeteredEngine(
+        fleet or make_engine(context, pool, renderer.end_id), step_deadline_s=recipe.environment.token_deadline_s
+    )
     sampler = sampler_class(recipe.environment)(
         engine, make_environment(recipe.environment, f"{context.run.run_id}.{context.writer}"), renderer, recipe.environment,
         producer=context.writer, attempt=context.attempt,

@@ -1,12 +1,14 @@
-"""An engine that is watched: where a replica's seconds and tokens go, for its metric shard. Nothing decides by it.
+"""An engine that is watched: where a replica's seconds and tokens go, for its metric shard, and that no step hangs.
 
 It stands between an engine and whoever drives it, so it tells the same of every engine and every driver of episodes.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +38,11 @@ class _Window:
 
 @dataclass
 class MeteredEngine:
-    """An Engine, and figures of it. `clock`: monotonic seconds."""
+    """An Engine, and figures of it. `clock`: monotonic seconds; `step_deadline_s`: what one step may take (step_within)."""
 
     inner: Engine
     clock: Callable[[], float] = time.monotonic
+    step_deadline_s: float | None = None
     _slots: int = 0
     _turn_since: dict[str, float] = field(default_factory=dict)
     """Sessions that hold a slot, and when the turn, or the wait behind it, began."""
@@ -84,7 +87,8 @@ class MeteredEngine:
 
     def step(self) -> list[Finished]:
         """See Engine."""
-        finished = self.inner.step()
+        with step_within(self.step_deadline_s):
+            finished = self.inner.step()
         now = self._look()
         for turn in finished:
             self._window.model_s += now - self._turn_since[turn.session_key]
@@ -137,6 +141,23 @@ class MeteredEngine:
             "model_s": round(seen.model_s, 3),
             "tool_s": round(seen.tool_s, 3),
         }
+
+
+@contextmanager
+def step_within(deadline_s: float | None) -> Iterator[None]:
+    """Ends the process with exit code 1, the stacks of its threads on stderr, when what is inside takes longer.
+
+    Whatever it hangs in: a kernel of the GPU, a lock, code that keeps the interpreter to itself. Nothing is lost that a kill
+    would not lose: the role is replaced, its samples are given to others.
+    """
+    if deadline_s is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(deadline_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _share(part: float, whole: float) -> float | None:

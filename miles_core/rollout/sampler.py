@@ -55,6 +55,8 @@ class _Live:
     began: float
     """Monotonic seconds."""
     started_s: float
+    asked: float = 0.0
+    """Monotonic seconds at which the model's newest turn was asked for."""
     answer: asyncio.Task[Answer] | None = None
     answer_due: float = 0.0
     """Monotonic seconds by which `answer` must be there."""
@@ -144,6 +146,7 @@ class Sampler:
     def _ask(self, live: _Live, tokens: tuple[int, ...]) -> None:
         request = live.request
         limit = min(self._spec.max_new_tokens, live.session.room)
+        live.asked = self._monotonic()
         self._engine.add(Request(request.sample_id, tokens, limit, request.temperature, request.seed))
 
     def _sampled(self, live: _Live, turn: Finished) -> None:
@@ -184,15 +187,18 @@ class Sampler:
             self._ask(live, appended)
 
     def _enforce_deadlines(self) -> None:
-        now = self._monotonic()
+        now, spec = self._monotonic(), self._spec
         for live in list(self._live.values()):
             age_s = now - live.began
-            if age_s > self._spec.episode_deadline_s:
-                limit = f"episode_deadline_s={self._spec.episode_deadline_s}"
-                self._finish(live, "failed", "infrastructure", f"the episode took {age_s:.3f} s, more than {limit}")
+            error = None
+            if age_s > spec.episode_deadline_s:
+                error = f"the episode took {age_s:.3f} s, more than episode_deadline_s={spec.episode_deadline_s}"
             elif live.answer and now > live.answer_due:
-                limit = f"tool_deadline_s={self._spec.tool_deadline_s}"
-                self._finish(live, "failed", "infrastructure", f"the environment did not answer a turn within {limit}")
+                error = f"the environment did not answer a turn within tool_deadline_s={spec.tool_deadline_s}"
+            elif not live.answer and spec.turn_deadline_s is not None and now - live.asked > spec.turn_deadline_s:
+                error = f"a turn of the model was not sampled within turn_deadline_s={spec.turn_deadline_s}"
+            if error is not None:
+                self._finish(live, "failed", "infrastructure", error)
 
     def _finish(self, live: _Live, status: Status, kind: FailureKind = "none", error: str | None = None) -> None:
         facts = live.episode.facts() | ({} if error is None else {"error": error})

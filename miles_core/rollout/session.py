@@ -25,6 +25,8 @@ from miles_core.trajectories.schema import Turn, VersionRun
 if TYPE_CHECKING:
     from miles_core.routers import Experts
 
+CHARACTERS_PER_TOKEN = 512
+"""More than a token of any known vocabulary stands for."""
 _SENTINEL = "SPLICE"
 _PRIVATE = 0xF0000
 """First of the characters that Unicode leaves to private use."""
@@ -32,6 +34,15 @@ _PRIVATE = 0xF0000
 
 class ContextOverflow(Exception):
     """The messages leave no room for one sampled token within max_tokens."""
+
+
+def refuse_endless(messages: Sequence[Message], room: int) -> None:
+    """Raises ContextOverflow for text that fits into no `room` tokens, before it is tokenised: megabytes take seconds."""
+    size = sum(len(message.content) for message in messages)
+    if size > CHARACTERS_PER_TOKEN * max(room, 0):
+        raise ContextOverflow(
+            f"{size} characters of {[message.role for message in messages]} leave no room to answer: {room} tokens are free"
+        )
 
 
 class Renderer(Protocol):
@@ -165,6 +176,7 @@ class Session:
         self._mask: list[int] = []
         self._runs: list[VersionRun] = []
         self._experts: list[Experts] = []
+        refuse_endless(opening, max_tokens)
         self._extend(opening, renderer.opening(opening))
 
     @property
@@ -176,6 +188,7 @@ class Session:
         """Adds messages behind a finished model turn and returns their ids. Raises ContextOverflow and changes nothing."""
         if not self._sampled_last or self.tokens[-1] != self._renderer.end_id:
             raise ValueError(f"messages may follow only a model turn that ended; {len(self.tokens)} tokens, turns {self.turns}")
+        refuse_endless(messages, self.room)
         ids = self._renderer.continuation(messages)
         self._extend(messages, ids)
         return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from miles_core.rollout.sessions.server import SessionServer
 from tests.unit.tiny_models import chatml_tokenizer
 
 TOKENIZER = chatml_tokenizer()
+MODELS_TOKENIZER = copy.deepcopy(TOKENIZER)
+"""The engine's own: a tokenizer keeps settings between calls, and the server's thread uses the other one."""
 RENDERER = FamilyRenderer(TOKENIZER, FAMILIES["qwen3"])
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {}}}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
@@ -64,8 +67,8 @@ class TalkingEngine:
         return done
 
     def _finish(self, request: Request) -> Finished:
-        text = self.answer(str(TOKENIZER.decode(self.held[request.session_key]))) + "<|im_end|>"
-        ids = TOKENIZER(text, add_special_tokens=False).input_ids[: request.max_new_tokens]
+        text = self.answer(str(MODELS_TOKENIZER.decode(self.held[request.session_key]))) + "<|im_end|>"
+        ids = MODELS_TOKENIZER(text, add_special_tokens=False).input_ids[: request.max_new_tokens]
         self.held[request.session_key].extend(ids)
         reason: Any = "end" if ids[-1] == RENDERER.end_id else "length"
         logprobs = np.full(len(ids), -1, dtype=np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +17,12 @@ import pytest
 from miles_core.environments import calculator_agent
 from miles_core.environments.base import EpisodeFailed, Message, Split
 from miles_core.environments.calculator_agent import ask
-from miles_core.errors import RecipeError
 from miles_core.recipe import AgentSpec, EnvironmentSpec
 from miles_core.records import Version
 from miles_core.rollout.chat import FAMILIES, FamilyRenderer
 from miles_core.rollout.choice import sampler_class
 from miles_core.rollout.sampler import Sampler, SampleRequest, sample_many
-from miles_core.rollout.sessions.agents import AgentSampler, AgentTask, load_agent
+from miles_core.rollout.sessions.agents import AgentSampler, AgentTask
 from miles_core.rollout.torch_engine import TorchEngine
 from miles_core.trajectories.lines import lines
 from miles_core.trajectories.schema import Trajectory
@@ -161,6 +161,29 @@ def ends_its_session(base_url: str, key: str, task: AgentTask) -> dict[str, Any]
     return {"final_answer": "x"}
 
 
+def says_and_hangs(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
+    say(base_url, key, "go")
+    LET_GO.wait(20)
+    return {}
+
+
+def loses_its_tools(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
+    """As a client's package does: its own error, made of that of the connection."""
+    try:
+        httpx.get("http://127.0.0.1:9/", trust_env=False)
+    except httpx.ConnectError as error:
+        raise KeyError("no answer") from error
+    return {}
+
+
+def has_no_room(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def finds_no_file(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
+    raise FileNotFoundError("what the model named")
+
+
 def hangs(base_url: str, key: str, task: AgentTask) -> dict[str, Any]:
     LET_GO.wait(20)
     say(base_url, key, "go")
@@ -193,6 +216,9 @@ async def test_an_agents_run_becomes_a_trajectory(agent: str) -> None:
         ("returns_text", {}, "failed", "environment", "returned str; an agent returns a dict of facts", True),
         ("breaks", {}, "failed", "environment", "KeyError: 'tool'", True),
         ("is_failed_by_its_world", {}, "failed", "infrastructure", "sandbox gone", False),
+        ("loses_its_tools", {}, "failed", "infrastructure", "KeyError: 'no answer'", False),
+        ("has_no_room", {}, "failed", "infrastructure", "No space left on device", False),
+        ("finds_no_file", {}, "failed", "environment", "FileNotFoundError: what the model named", False),
         ("goes_on_and_on", {}, "truncated", "none", "environment.max_turns=3", True),
         ("goes_on_and_on", {"max_tokens": 40}, "truncated", "none", "environment.max_tokens=40", True),
         ("goes_on_and_on", {"max_new_tokens": 1}, "truncated", "none", "", True),
@@ -263,6 +289,40 @@ async def test_a_deadline_ends_an_episode_and_what_its_agent_does_later_counts_n
     assert [episode.closed for episode in environment.episodes] == [1, 1]
 
 
+async def test_an_agent_has_a_deadline_between_two_turns_but_none_before_the_first() -> None:
+    LET_GO.clear()
+    sampler, environment = made("says_and_hangs", tool_deadline_s=5.0)
+    late, _ = made("hangs", tool_deadline_s=5.0)
+    for one in (sampler, late):
+        one.submit(request("g/0"))
+    live = sampler._live["g/0"].session
+    while not live.history.checkpoints or live.pace.turn_s or live.pace._turns:
+        assert await sampler.tick() == []
+    CLOCK.now += 5.1
+    (row,) = await sampler.tick()
+    assert (row.status, row.failure_kind) == ("failed", "infrastructure") and await late.tick() == []
+    assert row.facts["error"] == "the agent neither asked for a turn nor ended within tool_deadline_s=5.0"
+    LET_GO.set()
+    assert (await ended(late))["g/0"].status == "complete"
+    for one in (sampler, late):
+        await one.cancel_all()
+    assert environment.episodes[0].closed == 1
+
+
+async def test_a_turn_has_a_deadline_also_while_it_waits_for_the_engine() -> None:
+    sampler, _ = made("answers", turn_deadline_s=3.0)
+    ENGINE[0].hold.set()
+    sampler.submit(request("g/0"))
+    while not ENGINE[0].turns:
+        assert await sampler.tick() == []
+    CLOCK.now += 3.1
+    (row,) = await sampler.tick()
+    assert (row.status, row.failure_kind) == ("failed", "infrastructure")
+    assert row.facts["error"] == "a turn of the model was not sampled within turn_deadline_s=3.0"
+    await sampler.cancel_all()
+    assert ENGINE[0].held == {}
+
+
 async def test_giving_up_ends_sessions_agents_and_the_server() -> None:
     sampler, environment = made("goes_on_and_on", max_turns=100)
     ENGINE[0].hold.set()
@@ -323,13 +383,6 @@ def test_the_example_agent_calculates_until_it_is_told_an_answer(monkeypatch: py
     task = AgentTask([{"role": "user", "content": "12 + 7 ="}], 1, "train")
     assert calculator_agent.run("", "", task) == {"final_answer": "19", "turns": 3, "tool_calls": ["19", "19"]}
     assert task.messages == [{"role": "user", "content": "12 + 7 ="}]
-
-
-def test_an_agent_that_is_not_there_is_named() -> None:
-    assert load_agent("miles_core.environments.calculator_agent:run") is calculator_agent.run
-    for name, says in ((f"{HERE}:nobody", "has no function nobody"), ("no.module:run", "cannot be imported here")):
-        with pytest.raises(RecipeError, match=says):
-            load_agent(name)
 
 
 def test_who_drives_is_the_recipes_choice() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Finished, Request
-from miles_core.rollout.meter import MeteredEngine
+from miles_core.rollout.meter import MeteredEngine, step_within
 from miles_core.rollout.torch_engine import TorchEngine
 from tests.unit.tiny_models import tiny_model
 
@@ -98,3 +103,33 @@ def test_a_later_turn_reuses_all_but_what_was_appended_and_the_newest_token() ->
             engine.step()
         assert engine.counts == (Counts(10, 0) if number == 1 else Counts(10 + 25, 14))
     assert engine.figures()["prefix_hit_share"] == pytest.approx(14 / 35)
+
+
+HANGS = """
+import re, sys, threading
+from miles_core.rollout.meter import step_within
+for _ in range(3):
+    with step_within(0.2):
+        pass
+threading.Thread(target=threading.Event().wait, name="other", daemon=True).start()
+with step_within(0.2):
+    re.match("(x+x+)+y", "x" * 60)  # holds the interpreter for longer than anybody waits
+"""
+
+
+def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_its_threads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "Timeout (0:00:00.200000)!" in done.stderr
+    assert done.stderr.count("Thread 0x") + done.stderr.count("Current thread") >= 2 and "in wait" in done.stderr
+
+
+def test_a_step_in_time_is_let_alone() -> None:
+    with step_within(0.05):
+        pass
+    with step_within(None):
+        time.sleep(0.1)
+    engine = MeteredEngine(Played(), step_deadline_s=0.05)
+    assert engine.step() == []
+    time.sleep(0.1)

@@ -303,6 +303,25 @@ async def test_a_deadline_ends_a_stuck_episode_and_no_other(passes_s: float, say
     assert stuck.cancelled and not late.cancelled and [episode.closed for episode in environment.episodes] == [1, 1]
 
 
+async def test_a_turn_of_the_model_has_a_deadline_and_the_environment_does_not_use_it_up() -> None:
+    clock, stuck = Clock(), Stuck()
+    spec = SPEC.model_copy(update={"turn_deadline_s": 3.0})
+    sampler = sampler_of(
+        ScriptedEngine({"1/0": ["1"], "2/0": ["1 " * 8]}), FakeEnvironment({1: FakeEpisode(stuck)}), clock, spec
+    )
+    sampler.submit(request("1/0", task_seed=1))
+    for _ in range(4):
+        assert await sampler.tick() == []
+    sampler.submit(request("2/0"))
+    clock.now += 3.1
+    (row,) = await sampler.tick()
+    assert (row.sample_id, row.status, row.failure_kind) == ("2/0", "failed", "infrastructure")
+    assert row.facts["error"] == "a turn of the model was not sampled within turn_deadline_s=3.0" and sampler.free_slots == 3
+    stuck.ready.set()
+    assert (await run(sampler))["1/0"].status == "complete"
+    await sampler.cancel_all()
+
+
 async def test_an_answer_that_takes_many_turns_of_the_loop_is_waited_for() -> None:
     async def slow(episode: FakeEpisode, content: str) -> tuple[Message, ...]:
         for _ in range(5):

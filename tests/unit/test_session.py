@@ -117,6 +117,20 @@ def test_a_message_that_does_not_fit_changes_nothing() -> None:
     assert all(np.array_equal(before[name], value) for name, value in session.columns().items())
 
 
+def test_text_that_has_no_end_is_refused_before_it_is_tokenised() -> None:
+    class Never(ChatRenderer):
+        def __init__(self, tokenizer: Any) -> None:
+            super().__init__(tokenizer)
+            self.continuation = lambda messages: pytest.fail("was tokenised")
+
+    session = Session(Never(tiny_tokenizer()), QUESTION, 100)
+    sampled(session, [session._renderer.end_id])
+    with pytest.raises(ContextOverflow, match=r"1000000 characters of \['tool'\] leave no room to answer"):
+        session.append((Message("tool", "y" * 1_000_000),))
+    with pytest.raises(ContextOverflow, match="characters"):
+        Session(ChatRenderer(tiny_tokenizer()), (Message("user", "y" * 1_000_000),), 100)
+
+
 def test_turns_must_alternate_and_fit() -> None:
     renderer = ChatRenderer(tiny_tokenizer())
     session = Session(renderer, QUESTION, len(renderer.opening(QUESTION)) + 8)

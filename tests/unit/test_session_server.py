@@ -256,6 +256,8 @@ def test_the_limits_of_a_session(make: Callable[..., World]) -> None:
     assert "has had its 2 turns" in error_of(client.post(messages))[2]
     status, code, message = error_of(world.open().post([{"role": "user", "content": "12 " * 4000}]))
     assert (status, code) == (400, "context_length_exceeded") and "max_tokens=4000" in message
+    status, code, message = error_of(world.open().post([{"role": "user", "content": "a tool without an end " * 400_000}]))
+    assert (status, code) == (400, "context_length_exceeded") and "8800000 characters of ['user']" in message
 
 
 def test_other_tools_than_in_the_beginning_are_refused(world: World) -> None:

@@ -10,14 +10,15 @@ returns facts; they join those of the environment's episode and are what the ver
 Invariants: as for Sampler, whose place this takes (a finished trajectory frees its slot at once, an episode ends by its
 deadline, an episode is closed exactly once, when its agent has let go). Failure kinds: an agent that raises, or ends without
 a turn of the model, gives `failed` (environment), unless the session had reached a limit before: then the episode is
-`truncated`, with the turns that it has; a deadline and a broken engine give `failed` (infrastructure). A thread cannot be
-ended: an agent that hangs loses its session, and with it whatever it asks for next.
+`truncated`, with the turns that it has. A deadline, a broken engine and what the machine refused the agent (a connection,
+memory, room on a disk) give `failed` (infrastructure). A thread cannot be ended: an agent that hangs loses its session, and
+with it whatever it asks for next.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
+import errno
 import inspect
 import logging
 import queue
@@ -27,8 +28,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 from miles_core.environments.base import Environment, Episode, EpisodeFailed, Split
-from miles_core.errors import RecipeError
+from miles_core.environments.sandbox import SandboxBroken
+from miles_core.named import load_named
 from miles_core.recipe import EnvironmentSpec
 from miles_core.records import trajectory_id
 from miles_core.rollout.engine import Engine
@@ -41,6 +45,11 @@ from miles_core.rollout.sessions.live import LiveSession, SessionSpec
 from miles_core.rollout.sessions.messages import MODEL
 from miles_core.rollout.sessions.server import Opened, SessionServer
 from miles_core.trajectories.schema import FailureKind, Status, Trajectory
+
+MACHINE_FAULTS = (ConnectionError, TimeoutError, MemoryError, SandboxBroken, httpx.TransportError)
+MACHINE_ERRNOS = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO, errno.ESTALE,
+})  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -60,22 +69,6 @@ class AgentTask:
 
 
 Agent = Callable[[str, str, AgentTask], Any]
-
-
-def load_agent(name: str) -> Agent:
-    """The function that a recipe names. Raises RecipeError."""
-    module_name, _, function_name = name.partition(":")
-    where = f"environment.agent.run: {name!r}"
-    try:
-        found = getattr(importlib.import_module(module_name), function_name, None)
-    except ImportError as error:
-        raise RecipeError(
-            f"{where} cannot be imported here ({error}); install it, or put it into PYTHONPATH of the jobs"
-        ) from error
-    if not callable(found):
-        raise RecipeError(f"{where}: module {module_name} has no function {function_name}")
-    agent: Agent = found
-    return agent
 
 
 @dataclass(eq=False)
@@ -119,12 +112,12 @@ class AgentSampler:
         if spec.agent is None:
             raise ValueError("environment.agent is not set")
         self._environment, self._spec, self._agent_spec = environment, spec, spec.agent
-        self._agent = load_agent(spec.agent.run)
+        self._agent: Agent = load_named("environment.agent.run", spec.agent.run)
         self._producer, self._attempt = producer, attempt
         self._monotonic, self._unix_time = monotonic, unix_time
         self._slots = engine.free_slots
         self._door = EngineDoor(engine)
-        self._server = SessionServer(self._door, renderer)
+        self._server = SessionServer(self._door, renderer, monotonic=monotonic)
         self._live: dict[str, _Live] = {}
         self._threads: set[threading.Thread] = set()
         self._ended: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
@@ -203,7 +196,7 @@ class AgentSampler:
             self._door.wait(IDLE_WAIT_S)
         while not self._ended.empty():
             self._end(self._ended.get())
-        self._enforce_deadline()
+        self._enforce_deadlines()
         self._threads = {thread for thread in self._threads if thread.is_alive()}
         done, self._done = self._done, []
         return done
@@ -223,16 +216,25 @@ class AgentSampler:
         self._server.stop()
         self._door.pump()
 
-    def _enforce_deadline(self) -> None:
-        now = self._monotonic()
+    def _enforce_deadlines(self) -> None:
         for live in list(self._live.values()):
-            age_s = now - live.began
-            if age_s > self._spec.episode_deadline_s:
+            error = self._passed(live)
+            if error:
                 del self._live[live.request.sample_id]
                 self._server.close(live.session)
-                limit = f"episode_deadline_s={self._spec.episode_deadline_s}"
-                facts = live.episode.facts() | {"error": f"the episode took {age_s:.3f} s, more than {limit}"}
+                facts = live.episode.facts() | {"error": error}
                 self._emit(live.request, empty_columns(), live.started_s, "failed", "infrastructure", facts)
+
+    def _passed(self, live: _Live) -> str:
+        """The deadline that an episode has passed, in words; empty if none."""
+        spec, pace, age_s = self._spec, live.session.pace, self._monotonic() - live.began
+        if age_s > spec.episode_deadline_s:
+            return f"the episode took {age_s:.3f} s, more than episode_deadline_s={spec.episode_deadline_s}"
+        if pace.idle_s > spec.tool_deadline_s:
+            return f"the agent neither asked for a turn nor ended within tool_deadline_s={spec.tool_deadline_s}"
+        if spec.turn_deadline_s is not None and pace.turn_s > spec.turn_deadline_s:
+            return f"a turn of the model was not sampled within turn_deadline_s={spec.turn_deadline_s}"
+        return ""
 
     def _end(self, outcome: _Outcome) -> None:
         """An agent let go: its trajectory, unless a deadline gave one before."""
@@ -291,7 +293,19 @@ def _judged(outcome: _Outcome, rows: list[Row]) -> tuple[Status, FailureKind, st
     if rows and (session.limit or any(row.is_cut for row in rows)):
         return "truncated", "none", session.limit
     if error is not None:
-        return "failed", error.kind if isinstance(error, EpisodeFailed) else "environment", f"{type(error).__name__}: {error}"
+        return "failed", _fault_of(error), f"{type(error).__name__}: {error}"
     if not rows:
         return "failed", "environment", session.limit or "the agent ended without a turn of the model"
     return "complete", "none", ""
+
+
+def _fault_of(error: BaseException) -> FailureKind:
+    """Whose fault it is that an agent raised, by the error or by what led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EpisodeFailed):
+            return cause.kind
+        if isinstance(cause, MACHINE_FAULTS) or (isinstance(cause, OSError) and cause.errno in MACHINE_ERRNOS):
+            return "infrastructure"
+        cause = cause.__cause__
+    return "environment"

@@ -16,7 +16,7 @@ import xxhash
 
 from miles_core.errors import RecipeError
 from miles_core.rollout.chat import ChatMessage, Said, ToolCall, Tools
-from miles_core.rollout.session import Renderer
+from miles_core.rollout.session import ContextOverflow, Renderer, refuse_endless
 from miles_core.rollout.sessions.assembly import Row, assemble
 from miles_core.rollout.sessions.errors import BadMessages, Conflict, ContextFull, EngineFailed, NoSession
 from miles_core.rollout.sessions.history import Attachment, History, Kind, Replay, Sampled
@@ -55,14 +55,55 @@ class Ask:
     seed: int
 
 
+class Pace:
+    """Who is at work in a session, for deadlines: told in the server's thread, asked in any. Monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._turns: tuple[float, ...] = ()
+        self._idle_since: float | None = None
+
+    def begin(self) -> float:
+        """A turn was asked for; what to give to `end`."""
+        began = self._clock()
+        self._turns = (*self._turns, began)
+        return began
+
+    def end(self, began: float) -> None:
+        """It was answered, refused or given up."""
+        turns = list(self._turns)
+        turns.remove(began)
+        self._idle_since, self._turns = self._clock(), tuple(turns)
+
+    @property
+    def turn_s(self) -> float:
+        """Age of the oldest turn that is being sampled; 0 without one."""
+        turns = self._turns
+        return self._clock() - turns[0] if turns else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """For how long the agent has asked for nothing since its last turn; 0 before the first."""
+        since = None if self._turns else self._idle_since
+        return 0.0 if since is None else self._clock() - since
+
+
 class LiveSession:
     """See module. `key` proves that a caller may use it."""
 
     def __init__(
-        self, session_id: str, key: str, renderer: Renderer, spec: SessionSpec, unix_time: Callable[[], float] = time.time
+        self,
+        session_id: str,
+        key: str,
+        renderer: Renderer,
+        spec: SessionSpec,
+        *,
+        unix_time: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session_id, self.key, self.spec = session_id, key, spec
         self.history = History(spec.kind, spec.replay)
+        self.pace = Pace(monotonic)
         self.is_closed = False
         self.limit = ""
         """Why the session could not go on, in words; the episode is truncated."""
@@ -80,20 +121,26 @@ class LiveSession:
         tools = request.tools if parent is None else parent.tools
         if request.tools not in ((), tools):
             raise BadMessages("tools: not those of the first request; the model was offered these and no others")
+        try:
+            refuse_endless(at.messages, self.spec.max_tokens - start)
+        except ContextOverflow as error:
+            raise self._full(str(error)) from error
         prompt = self._tokens(at, tools)
         if depth > self.spec.max_turns:
             self.limit = f"environment.max_turns={self.spec.max_turns}"
             raise Conflict(f"the model has had its {self.spec.max_turns} turns ({self.limit}): end the episode")
         room = self.spec.max_tokens - start - len(prompt)
         if room < 1:
-            self.limit = f"environment.max_tokens={self.spec.max_tokens}"
-            raise ContextFull(
-                f"{start} tokens of the conversation and {len(prompt)} of the new messages leave no room for an answer "
-                f"({self.limit}): end the episode"
+            raise self._full(
+                f"{start} tokens of the conversation and {len(prompt)} of the new messages leave no room to answer"
             )
         self._asked += 1
         limit = min(room, self.spec.max_new_tokens, request.max_new_tokens or room)
         return Ask(self._asked, at, prompt, tools, limit, self.spec.temperature, self._seed())
+
+    def _full(self, why: str) -> ContextFull:
+        self.limit = f"environment.max_tokens={self.spec.max_tokens}"
+        return ContextFull(f"{why} ({self.limit}): end the episode")
 
     def _tokens(self, at: Attachment, tools: Tools) -> tuple[int, ...]:
         try:

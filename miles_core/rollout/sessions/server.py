@@ -18,6 +18,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
@@ -52,8 +53,15 @@ class Opened(NamedTuple):
 class SessionServer:
     """See module. `spec`: of sessions that are opened over HTTP; None: none are. Close it with `stop`."""
 
-    def __init__(self, door: EngineDoor, renderer: Renderer, spec: SessionSpec | None = None) -> None:
-        self._door, self._renderer, self._spec = door, renderer, spec
+    def __init__(
+        self,
+        door: EngineDoor,
+        renderer: Renderer,
+        spec: SessionSpec | None = None,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._door, self._renderer, self._spec, self._monotonic = door, renderer, spec, monotonic
         self._sessions: dict[str, LiveSession] = {}
         self._opened = 0
         self.key = secrets.token_urlsafe(24)
@@ -139,7 +147,7 @@ class SessionServer:
         if session_id in self._sessions:
             raise ValueError(f"session {session_id} is open already")
         key = secrets.token_urlsafe(24)
-        self._sessions[session_id] = LiveSession(session_id, key, self._renderer, spec)
+        self._sessions[session_id] = LiveSession(session_id, key, self._renderer, spec, monotonic=self._monotonic)
         return Opened(session_id, key, f"{self.url}/sessions/{session_id}/v1")
 
     def _close(self, session: LiveSession) -> None:
@@ -209,6 +217,7 @@ class SessionServer:
 
     async def _turn(self, session: LiveSession, understood: Any) -> dict[str, Any]:
         ask = session.prepare(understood)
+        began = session.pace.begin()
         try:
             sampled = await self._door.complete(session.session_id, ask)
         except EngineFailed as error:
@@ -216,6 +225,8 @@ class SessionServer:
                 raise NoSession(f"session {session.session_id} ended while its turn was sampled") from error
             session.broken = str(error)
             raise
+        finally:
+            session.pace.end(began)
         return session.commit(ask, sampled)
 
 
