@@ -43,8 +43,8 @@ class EnvironmentSpec(Closed):
     """Where tasks come from, and what an episode may do."""
 
     family: str
-    """A reasoning-gym family by its name there, for example `chain_sum`; `shell_puzzle`; `terminal`; `verifiers`, an environment
-    of that package; or `package.module:ClassName`, one of your own (miles_core/environments/registry.py says what it needs)."""
+    """A reasoning-gym family by its name there, for example `chain_sum`; `shell_puzzle`; `terminal`; `verifiers`, one of that
+    package; or `package.module:ClassName`, one of your own (miles_core/environments/registry.py says what it needs)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that family; `level: 1` to `4` of a shell puzzle or a terminal task; `environment: NAME` and `args`
     of verifiers."""
