@@ -287,9 +287,10 @@ class VllmEngine:
         from vllm.v1.core.sched.request_queue import create_request_queue
 
         scheduler = self._core.engine_core.scheduler
-        names = ("running", "waiting", "kv_holding_waiting")
+        names = ("running", "waiting", "kv_holding_waiting", "num_waiting_for_streaming_input")
         hidden = {name: getattr(scheduler, name) for name in names}
-        scheduler.running = []
+        # Sessions between two turns are counted apart, and taken off what waits: beside them probes would seem to be nothing.
+        scheduler.running, scheduler.num_waiting_for_streaming_input = [], 0
         scheduler.waiting, scheduler.kv_holding_waiting = (create_request_queue(scheduler.policy) for _ in range(2))
         try:
             yield

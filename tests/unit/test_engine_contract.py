@@ -255,6 +255,19 @@ def test_full_logprobs_come_in_the_order_asked_for_and_leave_running_turns_where
     assert history.worst(models) < EXACT
 
 
+def test_full_logprobs_do_not_wait_for_sessions_that_are_between_two_turns(make: Make) -> None:
+    """Their tools may take longer than a version lives."""
+    history, rng = History(make()), np.random.default_rng(7)
+    model = contract_model("qwen3")
+    for _ in range(2):
+        for key in "abcd":
+            history.ask(key, prompt(rng), 3)
+        history.finish()
+        tokens = [8, 9, 10, 11]
+        assert np.allclose(history.engine.logprobs([tokens])[0], full(model, tokens), atol=EXACT, rtol=0)
+    assert history.worst({V0: model}) < EXACT
+
+
 def test_an_engine_recovers_from_weights_that_give_nothing_finite(make_one: Make) -> None:
     engine = make_one()
     good = {name: tensor.clone() for name, tensor in contract_model("qwen3").named_parameters()}
