@@ -22,8 +22,6 @@ from tests.slurm.site import cluster_file
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.timeout(1200)]
 
-STEPS = 5
-
 
 def need(missing: str | None) -> None:
     """Skips where something is missing; fails under CI=true."""
@@ -55,34 +53,37 @@ def test_vllm_holds_the_contract_of_all_engines(tmp_path: Path) -> None:
     assert ended is not None and int(ended[1]) == int(ended[2]), "as many tests as the torch engine has, and none skipped"
 
 
-@pytest.fixture
-def devslurm(tmp_path: Path) -> Iterator[DevSlurm]:
-    """A cluster of this test alone: it runs beside those of tests/slurm."""
+@pytest.fixture(scope="module")
+def devslurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevSlurm]:
+    """A cluster of these tests alone: it runs beside those of tests/slurm."""
     need(slurm_available())
-    cluster = DevSlurm(tmp_path / "devslurm")
+    cluster = DevSlurm(tmp_path_factory.mktemp("vllm") / "devslurm")
     cluster.up()
     yield cluster
     cluster.down()
 
 
-def test_two_replicas_on_slurm_sample_with_vllm_and_the_run_learns_from_them(tmp_path: Path, devslurm: DevSlurm) -> None:
+@pytest.mark.parametrize(("recipe", "steps"), [("chain_sum_vllm", 5), ("terminal_vllm", 3)])
+def test_two_replicas_on_slurm_sample_with_vllm_and_the_run_learns_from_them(
+    tmp_path: Path, devslurm: DevSlurm, recipe: str, steps: int
+) -> None:
     settings = (
-        f"steps={STEPS}", "evaluation.problems=32", "orchestrator.prompts=8", "orchestrator.samples=8",
+        f"steps={steps}", "evaluation.problems=32", "orchestrator.prompts=8", "orchestrator.samples=8",
         "orchestrator.max_staleness=1", "orchestrator.capacity_batches=2",
     )  # fmt: skip
     arguments = [part for setting in settings for part in ("--set", setting)]
     cluster = cluster_file(tmp_path, devslurm, timing={"visibility_s": 0.5, "lease_s": 60})
-    run = start_miles(tmp_path, "run", "chain_sum_vllm", "--cluster", str(cluster), "--run-id", "sums", *arguments)
+    run = start_miles(tmp_path, "run", recipe, "--cluster", str(cluster), "--run-id", recipe, *arguments)
     assert run.wait(timeout=1100) == 0, (tmp_path / "output").read_text()
-    root = tmp_path / "runs" / "sums"
+    root = tmp_path / "runs" / recipe
     summary = summary_of(root)
-    assert summary["state"] == "COMPLETED" and summary["steps"] == STEPS and summary["groups"]["open"] == 0
+    assert summary["state"] == "COMPLETED" and summary["steps"] == steps and summary["groups"]["open"] == 0
     verified = miles(tmp_path, "verify", str(root))
     assert verified.returncode == 0, verified.stdout
-    check_engines(root)
+    check_engines(root, steps)
 
 
-def check_engines(root: Path) -> None:
+def check_engines(root: Path, steps: int) -> None:
     """Both replicas gave samples that were trained, and what they say of each token is what the learner computes."""
     _, paths, ledger = ledger_of(root)
     members = [m.ref.trajectory_id for batch in ledger.batches.values() for group in batch.groups for m in group.members]
@@ -90,4 +91,4 @@ def check_engines(root: Path) -> None:
     first = ledger.steps.steps[1].metrics
     assert first["logprob_gap_mean"] < 1e-4, "at step 1 the learner's weights are those that sampled"
     points = [point for _, point in read_metrics(paths.metrics("x-0", 1).parent.parent) if point["event"] == "step"]
-    assert len(points) == STEPS and all(point["logprob_gap_mean"] >= 0 for point in points), "reported every step"
+    assert len(points) == steps and all(point["logprob_gap_mean"] >= 0 for point in points), "reported every step"
