@@ -40,6 +40,9 @@ CPU_BLOCK_TOKENS = 32
 """Tokens of a KV block on a CPU, the smallest that its kernels like."""
 CPU_EXPERT_WIDTH = 32
 """Its kernel for CPUs pads experts of other widths, and its reload does not."""
+CPU_STEP_TOKENS = 2048
+"""Tokens that a step reads on a CPU, and more where a whole context is longer. A prompt is not read in parts there: vLLM 0.32
+would take back the draw of each part but the last, which a generator of a CPU cannot do, and dies."""
 PROBES = 16
 """Sequences of `logprobs` computed at once, beside all slots."""
 _GIB = 1 << 30
@@ -350,10 +353,13 @@ def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, s
         _check_kernels(config, spec)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler takes longer than a short run
         kv_bytes = kv_bytes or _bytes_of_all_slots(config, dtype, slots, max_tokens)
+    longest = min(max_tokens + 1, config.max_position_embeddings)
     try:
         settings = EngineArgs(
             model=str(folder), dtype=dtype, skip_tokenizer_init=True, seed=0, generation_config="vllm",
-            max_model_len=min(max_tokens + 1, config.max_position_embeddings), max_num_seqs=slots + PROBES,
+            max_model_len=longest, max_num_seqs=slots + PROBES,
+            enable_chunked_prefill=False if is_cpu else None,
+            max_num_batched_tokens=max(CPU_STEP_TOKENS, longest) + slots + PROBES if is_cpu else None,
             block_size=CPU_BLOCK_TOKENS if is_cpu else None, enable_prefix_caching=True, enforce_eager=is_cpu,
             gpu_memory_utilization=spec.memory_fraction, kv_cache_memory_bytes=kv_bytes,
             tensor_parallel_size=spec.tensor_parallel, distributed_executor_backend="mp" if has_workers else None,

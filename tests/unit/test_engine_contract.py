@@ -121,6 +121,21 @@ def test_a_sample_does_not_depend_on_its_neighbours(make: Make) -> None:
     assert run(0) == run(3)
 
 
+def test_prompts_that_do_not_fit_into_one_step_are_sampled_as_each_alone(make: Make) -> None:
+    prompts = {key: prompt(np.random.default_rng(index), 70, 80) for index, key in enumerate("abcd")}
+
+    def run(keys: str) -> History:
+        history = History(make(end_id=-1))
+        for key in keys:
+            history.ask(key, prompts[key], 8)
+        history.finish()
+        return history
+
+    crowd = run("abcd")
+    assert crowd.worst({V0: contract_model("qwen3")}) < EXACT
+    assert {key: run(key).tokens[key] for key in "abcd"} == crowd.tokens
+
+
 def sampled_turns(engine: Engine, seeds: dict[str, int], temperatures: tuple[float, ...]) -> dict[str, list[list[int]]]:
     """The turns of sessions that differ by seed alone; one turn for each temperature."""
     turns: dict[str, list[list[int]]] = {key: [] for key in seeds}
