@@ -2,9 +2,10 @@
 
 Invariants: the weights are those of an accepted version, proved by its digests, anchor or delta alike; the folder appears
 whole or not at all, and one that is there is never written to. Everything but weights and card is copied from the base
-model: configuration, tokenizer, chat template. The version of an adapter's run is merged into its base model, or goes out
-alone as a folder that PEFT and vLLM add to it. Failure: a run without that version, or a target that exists, is a
-RunDirectoryError that names what there is; an adapter whose base model is another one now is a DigestMismatch.
+model: configuration, tokenizer, chat template; the configuration names the dtype that was trained, for loaders go by it. The
+version of an adapter's run is merged into its base model, or goes out alone as a folder that PEFT and vLLM add to it.
+Failure: a run without that version, or a target that exists, is a RunDirectoryError that names what there is; an adapter
+whose base model is another one now is a DigestMismatch.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def export_version(
         if lora is not None and adapter:
             _write_adapter_config(run, paths, temp, tensors)
         else:
-            _copy_base(paths.base_model, temp)
+            _copy_base(paths.base_model, temp, run.recipe.model.dtype)
         _write_tensors(temp / (ADAPTER_WEIGHTS if adapter else WEIGHTS), tensors)
         (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         (temp / CARD).write_text(model_card(run, summarize(ledger, paths), record))
@@ -131,10 +132,16 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             file.write(to_raw(tensors[name]).data.data)
 
 
-def _copy_base(base: Path, folder: Path) -> None:
+def _copy_base(base: Path, folder: Path, dtype: str) -> None:
     for path in base.iterdir():
         if path.is_file() and not path.name.endswith(_NOT_COPIED) and path.name not in (CARD, RECORD):
             shutil.copyfile(path, folder / path.name)
+    config = folder / "config.json"
+    said: dict[str, Any] = json.loads(config.read_text())
+    said["dtype"] = dtype
+    if "torch_dtype" in said:  # its older name, which some loaders read first
+        said["torch_dtype"] = dtype
+    config.write_text(json.dumps(said, indent=2) + "\n")
 
 
 def model_card(run: RunConfig, summary: dict[str, Any], record: dict[str, Any]) -> str:

@@ -68,6 +68,18 @@ def test_an_export_loads_as_the_version_it_names(tmp_path: Path) -> None:
     assert tokenizer.chat_template == base.chat_template and tokenizer("12 + 7").input_ids == base("12 + 7").input_ids
 
 
+def test_an_export_loads_in_the_dtype_that_was_trained_also_from_a_base_model_of_another(tmp_path: Path) -> None:
+    run, paths = published_run(tmp_path / "run")
+    config = paths.base_model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
+    export_version(run, paths, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.float32 and torch.equal(
+        model.state_dict()["model.norm.weight"], weights_of(2)["model.norm.weight"]
+    )
+    assert torch.equal(model.get_input_embeddings().weight, weights_of(2)["model.embed_tokens.weight"])
+
+
 def test_an_older_version_can_be_exported_and_its_card_claims_no_score_of_another(tmp_path: Path) -> None:
     run, paths = published_run(tmp_path / "run")
     record = export_version(run, paths, tmp_path / "model", step=0)
