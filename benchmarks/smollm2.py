@@ -1,10 +1,14 @@
 """Does a real language model learn on two cores? SmolLM2-135M, two recipes, full and LoRA, three seeds; smollm2.json beside it.
 
-    make record-smollm2        all 12 runs, one at a time; a run that the file already has is not made again
+    make record-smollm2        all 12 runs, and one on two-digit numbers, one at a time: about two hours
     .venv/bin/python benchmarks/smollm2.py smollm2/0 smollm2_needle+lora/2      these alone
+    .venv/bin/python benchmarks/smollm2.py smollm2/0 --output /tmp/dry.json --set steps=2 --set evaluation.problems=8
 
-Greedy on 512 held-out problems before and after, the reward of every step, and where the seconds went. A run must end at its
-goal or over it, verified, within 15 minutes. Figures are of single runs, one per seed; nothing is averaged over seeds.
+The file is written behind every run, and a run that it has is not made again: who breaks off goes on there. Greedy on 512
+held-out problems before and after, the reward of every step, and where the seconds went. A run must end at its goal or over
+it, verified, within 15 minutes; on two-digit numbers the paired 95 % interval of the gain must lie above 0, by an evaluation
+of both models of its own. A run that fails is named and leaves its directory; the others are made. Figures are of single runs,
+one per seed; nothing is averaged over seeds.
 """
 
 from __future__ import annotations
@@ -19,54 +23,102 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from record import machine
 
+from miles_core.evaluation.figures import gain_of
 from miles_core.run import read_run
 from miles_core.tracking.ledger import read_ledger
 from miles_core.tracking.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "smollm2.json"
-GOALS = {"smollm2": 0.75, "smollm2_needle": 0.85}
-"""Greedy score to reach, by recipe."""
-VARIANTS = {"": (), "+lora": ("model.lora={rank: 16, alpha: 32}", "learner.lr=3e-4")}
-"""Settings, by what follows the recipe in a run's name."""
+LORA = ("model.lora={rank: 16, alpha: 32}", "learner.lr=3e-4")
+TWO_DIGITS = "environment.options={min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2}"
 LIMIT_S = 900.0
-SEEDS = (0, 1, 2)
+GIVE_UP_S = 4 * LIMIT_S
+"""A run that takes longer is cancelled: the others wait for it."""
 PARTS = ("read_s", "train_s", "publish_s", "wait_s")
 """Of a learner's step; `wait_s` is what it waited for its batch."""
 
 
-def environment(root: Path) -> dict[str, str]:
-    """This code, and run directories of their own; base models come from the usual cache."""
-    return os.environ | {"PYTHONPATH": str(HERE.parent), "MILES_RUNS": str(root), "OMP_NUM_THREADS": "1"}
+@dataclass(frozen=True)
+class Case:
+    """What is run; its name is that of CASES."""
+
+    recipe: str
+    settings: tuple[str, ...] = ()
+    goal: float | None = None
+    """Greedy score to reach; None: a gain whose interval lies above 0."""
+    seeds: tuple[int, ...] = (0, 1, 2)
 
 
-def miles(root: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """A `miles` command with these sources; its progress is shown."""
+CASES = {
+    "smollm2": Case("smollm2", goal=0.75),
+    "smollm2+lora": Case("smollm2", LORA, goal=0.75),
+    "smollm2_needle": Case("smollm2_needle", goal=0.85),
+    "smollm2_needle+lora": Case("smollm2_needle", LORA, goal=0.85),
+    "smollm2+two_digits": Case("smollm2", (TWO_DIGITS,), seeds=(0,)),
+}
+
+
+def miles(root: Path, *arguments: str, check: bool = True, timeout: float | None = None) -> int:
+    """A `miles` command with these sources and run directories of its own below `root`; its output is shown. The exit code."""
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "MILES_RUNS": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "flows.cli", *arguments]
-    return subprocess.run(command, cwd=root, env=environment(root), stdout=sys.stderr, text=True, check=check)
+    return subprocess.run(command, cwd=root, env=environment, stdout=sys.stderr, check=check, timeout=timeout).returncode
 
 
-def record(recipe: str, variant: str, seed: str, more: list[str]) -> dict[str, Any]:
-    """Makes a run and returns its figures; its directory is removed."""
-    settings = (f"seed={seed}", *VARIANTS[variant], *more)
+@contextmanager
+def folder_of_a_run() -> Iterator[Path]:
+    """A folder that goes with its run, unless that failed; then its jobs are cancelled and the folder stays."""
     root = Path(tempfile.mkdtemp(prefix="smollm2-"))
     try:
+        yield root
+    except BaseException:
+        if (root / "run" / "run.json").exists():
+            miles(root, "cancel", "run", check=False)
+        print(f"what there is of it: {root}", file=sys.stderr)
+        raise
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def record(case: Case, settings: list[str]) -> dict[str, Any]:
+    """Makes a run and returns its figures. Raises CalledProcessError, TimeoutExpired."""
+    with folder_of_a_run() as root:
         load, began = round(os.getloadavg()[0], 2), time.monotonic()
-        changes = [part for setting in settings for part in ("--set", setting)]
-        miles(root, "run", recipe, "--run-id", "run", *changes)
+        miles(root, "run", case.recipe, "--run-id", "run", *options(settings), timeout=GIVE_UP_S)
         wall_s = round(time.monotonic() - began, 1)
-        verified = miles(root, "verify", "run", check=False).returncode == 0
+        verified = miles(root, "verify", "run", check=False) == 0
         figures = figures_of(root / "run")
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    reached = figures["greedy"][-1] >= GOALS[recipe] and verified and wall_s <= LIMIT_S
-    return {"settings": list(settings), "reached": reached, "wall_s": wall_s, "load_before": load, "verify_ok": verified,
-            **figures}  # fmt: skip
+        if case.goal is None:
+            figures["gain"] = gain(root, case, settings, figures["problems"])
+    risen = figures["greedy"][-1] >= case.goal if case.goal is not None else figures["gain"]["low"] > 0
+    return {"settings": settings, "reached": risen and verified and wall_s <= LIMIT_S, "wall_s": wall_s, "load_before": load,
+            "load_after": round(os.getloadavg()[0], 2), "verify_ok": verified, "machine": machine(), **figures}  # fmt: skip
+
+
+def options(settings: list[str]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def gain(root: Path, case: Case, settings: list[str], problems: int) -> dict[str, Any]:
+    """What the problems gained from the base model to the last version, by pairs; both are asked again, greedily."""
+    tasks = [setting for setting in settings if setting.startswith("environment.")]
+    asked = ["--problems", str(problems), "--dtype", read_run(root / "run")[0].recipe.rollout_dtype]
+    miles(root, "evaluate", str(root / "run" / "base_model"), "--recipe", case.recipe, *asked, *options(tasks))
+    miles(root, "evaluate", "run", *asked)
+    values: dict[bool, list[float]] = {}
+    for path in (root / "evaluations").glob("*/result.json"):
+        result = json.loads(path.read_text())
+        values[result["question"]["model"]["step"] is not None] = result["greedy"]
+    figure = gain_of(values[False], values[True])
+    return {name: value if isinstance(value, str) else round(value, 4) for name, value in figure.model_dump().items()}
 
 
 def figures_of(folder: Path) -> dict[str, Any]:
@@ -89,45 +141,63 @@ def figures_of(folder: Path) -> dict[str, Any]:
         "dropped": summary["groups"]["dropped"],
         "sampled_tokens_per_s": summary["tokens_per_s"],
         "policy": summary["policy"],
+        "code_digest": run.code_digest,
     }
 
 
-def load() -> dict[str, Any]:
-    """The runs that are there."""
-    found: dict[str, Any] = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else {}
+def save(output: Path, runs: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    temp = output.with_suffix(".tmp")
+    goals = {name: case.goal for name, case in CASES.items()}
+    temp.write_text(json.dumps({"goals": goals, "limit_s": LIMIT_S, "runs": runs}, indent=1) + "\n")
+    temp.replace(output)
+
+
+def wanted(parser: argparse.ArgumentParser, names: list[str], more: list[str]) -> dict[str, tuple[Case, list[str]]]:
+    """What each name stands for, with its settings."""
+    found = {}
+    for name in names or [f"{case}/{seed}" for case in CASES for seed in CASES[case].seeds]:
+        parts = re.fullmatch(r"(.+)/(\d+)", name)
+        if parts is None or parts[1] not in CASES:
+            parser.error(f"{name!r}: write case/seed, the case one of {', '.join(CASES)}")
+        case = CASES[parts[1]]
+        found[name] = case, [f"seed={parts[2]}", *case.settings, *more]
     return found
 
 
-def save(runs: dict[str, Any]) -> None:
-    """Whole or not at all, behind every run: who breaks off goes on there."""
-    temp = RESULT.with_suffix(".tmp")
-    temp.write_text(json.dumps({"machine": machine(), "goals": GOALS, "limit_s": LIMIT_S, "runs": runs}, indent=1) + "\n")
-    temp.replace(RESULT)
+def show(name: str, row: dict[str, Any]) -> None:
+    spent = sum(value for part, value in row["median_step_s"].items() if part != "wait_s")
+    last = statistics.mean(row["reward"][-5:])
+    print(f"{name:22} {row['greedy'][0]:.3f} -> {row['greedy'][-1]:.3f}   {last:<14.3f} {row['wall_s']:<8} {spent:<18.2f} "
+          f"{row['verify_ok']!s:7} {row.get('gain', '')}")  # fmt: skip
 
 
 def main() -> int:
     """Makes what is missing; prints a table. 0 if all runs reached their goals."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="recipe/seed or recipe+lora/seed; all by default")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="case/seed; all by default")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a setting of these runs, kept with them")
+    parser.add_argument("--output", type=Path, default=RESULT, help="file of the results, read and written")
     arguments = parser.parse_args()
-    names = arguments.names or [f"{recipe}{variant}/{seed}" for recipe in GOALS for variant in VARIANTS for seed in SEEDS]
-    parsed = {name: re.fullmatch(r"(\w+?)((?:\+lora)?)/(\d+)", name) for name in names}
-    for name, parts in parsed.items():
-        if parts is None or parts[1] not in GOALS:
-            parser.error(f"{name!r}: write recipe/seed or recipe+lora/seed, the recipe one of {', '.join(GOALS)}")
-    runs = load()
-    for name, parts in parsed.items():
-        if parts is not None and name not in runs:
-            runs[name] = record(*parts.groups(), arguments.set)
-            save(runs)
-    print(f"{'run':24} {'greedy':16} {'reward last 5':14} {'wall s':8} {'learner s a step':18} verify")
-    for name in names:
-        row = runs[name]
-        spent = sum(value for part, value in row["median_step_s"].items() if part != "wait_s")
-        print(f"{name:24} {row['greedy'][0]:.3f} -> {row['greedy'][-1]:.3f}   {statistics.mean(row['reward'][-5:]):<14.3f} "
-              f"{row['wall_s']:<8} {spent:<18.2f} {row['verify_ok']}")  # fmt: skip
-    return 0 if all(runs[name]["reached"] for name in names) else 1
+    output: Path = arguments.output
+    asked = wanted(parser, arguments.names, arguments.set)
+    runs: dict[str, Any] = json.loads(output.read_text())["runs"] if output.exists() else {}
+    for name, (_, settings) in asked.items():
+        if name in runs and runs[name]["settings"] != settings:
+            parser.error(f"{output} has {name} with {runs[name]['settings']}, asked is {settings}; name another --output")
+    for name, (case, settings) in asked.items():
+        if name in runs:
+            continue
+        try:
+            runs[name] = record(case, settings)
+        except (subprocess.SubprocessError, OSError) as error:
+            print(f"{name} failed: {error}", file=sys.stderr)
+            continue
+        save(output, runs)
+    print(f"{'run':22} {'greedy':16} {'reward last 5':14} {'wall s':8} {'learner s a step':18} {'verify':7} gain")
+    for name in filter(runs.__contains__, asked):
+        show(name, runs[name])
+    return 0 if all(name in runs and runs[name]["reached"] for name in asked) else 1
 
 
 if __name__ == "__main__":

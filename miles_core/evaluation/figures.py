@@ -80,6 +80,12 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def gain_of(before: Sequence[float], after: Sequence[float]) -> Figure:
+    """Mean gain of the same problems, in the same order, by the paired bootstrap: how hard they are is no part of its spread.
+    Raises ValueError where there are not as many values after as before."""
+    return figure_of([new - old for old, new in zip(before, after, strict=True)], is_mean=True)
+
+
 def pass_at(k: int, number: int, solved: int) -> float:
     """Chance that k of `number` samples, `solved` of which solve the problem, hold one that does."""
     return 1.0 - math.comb(number - solved, k) / math.comb(number, k)

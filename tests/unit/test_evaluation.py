@@ -18,7 +18,7 @@ from flows.evaluating import Asked, question_of, result_text
 from miles_core.base_model import model_files, weights_digest
 from miles_core.errors import DigestMismatch, NodesLost, RecipeError, RunDirectoryError
 from miles_core.evaluation import job
-from miles_core.evaluation.figures import bootstrap, figure_of, figures_of, pass_at, wilson
+from miles_core.evaluation.figures import bootstrap, figure_of, figures_of, gain_of, pass_at, wilson
 from miles_core.evaluation.folder import EvaluationFolder, ModelSource, Part, Question
 from miles_core.recipe import EnvironmentSpec
 from tasks import evaluate as steps
@@ -45,6 +45,36 @@ def test_the_bootstrap_covers_what_the_normal_interval_does_and_repeats() -> Non
     half = 1.96 * np.std(values) / 20
     assert bootstrap(values) == bootstrap(values)
     assert bootstrap(values) == pytest.approx((np.mean(values) - half, np.mean(values) + half), abs=0.1 * half)
+
+
+def answers(rng: np.random.Generator, gained: float, number: int = 200) -> tuple[list[float], list[float]]:
+    """Problems of very different difficulty before and after a training that solves `gained` more of them."""
+    difficulty = rng.random(number)
+    return (difficulty < 0.3).astype(float).tolist(), (difficulty < 0.3 + gained).astype(float).tolist()
+
+
+def test_a_gain_is_found_by_pairs_and_its_interval_covers_the_true_one() -> None:
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(60):
+        figure = gain_of(*answers(rng, 0.1))
+        covered += figure.low <= 0.1 <= figure.high
+    assert covered >= 53, "95 % of 60, less two standard deviations"
+    before, after = answers(rng, 0.1)
+    figure = gain_of(before, after)
+    alone = bootstrap(after)[1] - bootstrap(after)[0]
+    assert figure == gain_of(before, after) and figure.interval == "bootstrap" and figure.low > 0
+    assert figure.high - figure.low < 0.8 * alone, "an interval of pairs leaves out what both have in common"
+    assert figure.mean == pytest.approx(np.mean(after) - np.mean(before))
+
+
+def test_no_gain_is_not_taken_for_one() -> None:
+    rng = np.random.default_rng(1)
+    before = rng.integers(0, 2, 200).astype(float).tolist()
+    figure = gain_of(before, rng.permutation(before).tolist())
+    assert figure.mean == 0 and figure.low < 0 < figure.high
+    assert (gain_of(before, before).low, gain_of(before, before).high) == (0, 0)
+    with pytest.raises(ValueError):
+        gain_of(before, before[1:])
 
 
 @pytest.mark.parametrize(("number", "solved"), [(5, 2), (6, 0), (4, 4)])
