@@ -5,6 +5,7 @@ Where that environment is missing these tests are skipped with the sentence that
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -81,6 +82,8 @@ def test_two_replicas_on_slurm_sample_with_vllm_and_the_run_learns_from_them(
     verified = miles(tmp_path, "verify", str(root))
     assert verified.returncode == 0, verified.stdout
     check_engines(root, steps)
+    if recipe == "chain_sum_vllm":
+        check_export(tmp_path, root)
 
 
 def check_engines(root: Path, steps: int) -> None:
@@ -92,3 +95,19 @@ def check_engines(root: Path, steps: int) -> None:
     assert first["logprob_gap_mean"] < 1e-4, "at step 1 the learner's weights are those that sampled"
     points = [point for _, point in read_metrics(paths.metrics("x-0", 1).parent.parent) if point["event"] == "step"]
     assert len(points) == steps and all(point["logprob_gap_mean"] >= 0 for point in points), "reported every step"
+
+
+def check_export(folder: Path, root: Path) -> None:
+    """What is exported answers in vLLM, which loads it as any model, as in transformers; in the dtype that was trained."""
+    exported = miles(folder, "export", str(root), str(folder / "model"))
+    assert exported.returncode == 0, exported.stderr
+    sums = [f"{number} + {5 * number % 83} - {number % 7}" for number in range(11, 23)]
+    questions = [f"State the final answer to the following arithmetic problem: {terms} =" for terms in sums]
+    done = subprocess.run(
+        [str(DEFAULT_VLLM_PYTHON), str(REPOSITORY / "tests" / "e2e" / "exported_model.py"), str(folder / "model"), *questions],
+        cwd=folder, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["dtype"] == "torch.float32" and found["vllm"] == found["transformers"]
+    assert len(set(map(tuple, found["vllm"]))) > len(questions) // 2, "the answers tell the questions apart"
