@@ -63,9 +63,9 @@ def test_the_shell_puzzle_learns_although_its_rollout_is_killed_and_leaves_nothi
 
 def test_terminal_tasks_learn_from_what_their_checks_say_and_leave_nothing(tmp_path: Path) -> None:
     run_id = f"terminal-{os.getpid()}"
-    process = start_miles(tmp_path, *arguments("terminal", run_id, steps=12, problems=64))
+    process = start_miles(tmp_path, *arguments("terminal", run_id, steps=10, problems=64))
     assert process.wait(DEADLINE_S) == 0, (tmp_path / "output").read_text()
-    assert check_that_it_learned(tmp_path, run_id, steps=12)["eval"]["greedy_before"] <= 0.7
+    assert check_that_it_learned(tmp_path, run_id, steps=10)["eval"]["greedy_before"] <= 0.7
     assert left_behind(run_id) == []
 
 
