@@ -1,6 +1,7 @@
-"""Records the quickstart: three seeds and a learning-rate-0 control, on this machine, into benchmarks/quickstart.json.
+"""Records a small recipe: three seeds and a learning-rate-0 control, on this machine, into benchmarks/.
 
-    make record            about ten minutes on 2 idle cores
+    make record                                        the quickstart, shell_puzzle: about ten minutes on 2 idle cores
+    .venv/bin/python benchmarks/record.py terminal     the terminal tasks
 
 Figures are of single runs, one per seed; nothing is averaged over seeds but what is named as such.
 """
@@ -21,7 +22,8 @@ from typing import Any
 from miles_core.environments.sandbox_kind import sandbox_kind
 
 HERE = Path(__file__).resolve().parent
-RECIPE = "shell_puzzle"
+RESULTS = {"shell_puzzle": "quickstart.json", "terminal": "terminal.json"}
+"""By recipe."""
 SEEDS = (0, 1, 2)
 
 
@@ -30,18 +32,18 @@ def environment(root: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(HERE.parent), "MILES_CACHE": str(root / "cache"), "MILES_RUNS": str(root / "runs")}
 
 
-def base_model(root: Path) -> float:
+def base_model(recipe: str, root: Path) -> float:
     """Seconds in which the base model was made; the runs take it from the cache."""
     start = time.monotonic()
-    code = f"from miles_core.recipe import load_recipe; from tasks.prepare import *; ensure_base_model(load_recipe({RECIPE!r}))"
+    code = f"from miles_core.recipe import load_recipe; from tasks.prepare import *; ensure_base_model(load_recipe({recipe!r}))"
     subprocess.run([sys.executable, "-c", code], cwd=root, env=environment(root), check=True)
     return round(time.monotonic() - start, 1)
 
 
-def run(name: str, root: Path, *settings: str) -> dict[str, Any]:
-    """One run of the quickstart; its summary with the wall time of the whole command."""
+def run(recipe: str, name: str, root: Path, *settings: str) -> dict[str, Any]:
+    """One run of the recipe; its summary with the wall time of the whole command."""
     start, load = time.monotonic(), round(os.getloadavg()[0], 2)
-    command = [sys.executable, "-m", "flows.cli", "run", RECIPE, "--run-id", name]
+    command = [sys.executable, "-m", "flows.cli", "run", recipe, "--run-id", name]
     for setting in settings:
         command += ["--set", setting]
     subprocess.run(command, cwd=root, env=environment(root), check=True)
@@ -67,19 +69,22 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     """Runs everything and writes the file; prints a table."""
+    recipe = sys.argv[1] if len(sys.argv) > 1 else "shell_puzzle"
+    if recipe not in RESULTS:
+        sys.exit(f"record.py: no recipe {recipe!r} is recorded here; there are: {', '.join(RESULTS)}")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        made_s = base_model(root)
-        runs = [run(f"seed{seed}", root, f"seed={seed}") for seed in SEEDS]
-        control = run("control", root, "learner.lr=0")
+        made_s = base_model(recipe, root)
+        runs = [run(recipe, f"seed{seed}", root, f"seed={seed}") for seed in SEEDS]
+        control = run(recipe, "control", root, "learner.lr=0")
     medians = {
         "reward_last5": statistics.median(item["summary"]["reward"]["last5"] for item in runs),
         "greedy_after": statistics.median(item["summary"]["eval"]["greedy_after"] for item in runs),
         "wall_s": statistics.median(item["wall_s"] for item in runs),
     }
-    result = {"machine": machine(), "recipe": RECIPE, "base_model_s": made_s, "runs": runs, "control_lr0": control,
+    result = {"machine": machine(), "recipe": recipe, "base_model_s": made_s, "runs": runs, "control_lr0": control,
               "median_of_seeds": medians}  # fmt: skip
-    (HERE / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
+    (HERE / RESULTS[recipe]).write_text(json.dumps(result, indent=1) + "\n")
     print(f"{'run':10} {'reward first5 -> last5':24} {'greedy before -> after':24} {'both/learner':12} {'wall s':7} verify")
     for item in [*runs, control]:
         reward, evaluation = item["summary"]["reward"], item["summary"]["eval"]
