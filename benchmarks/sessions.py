@@ -1,4 +1,4 @@
-"""Fifty turns of a session beside renderers and TRL: tokens rendered and seconds per turn, and whose history stays what it was.
+"""Fifty turns of a session beside renderers and TRL: tokens rendered and CPU time per turn, and whose history stays.
 
     python benchmarks/sessions.py --install DIR     # once: a venv with renderers 0.1.12 and TRL 1.16.0 (1.6 GB with torch)
     python benchmarks/sessions.py --peers DIR       # runs all sides, prints a table, writes benchmarks/sessions.json
@@ -6,7 +6,7 @@
 One conversation of a model of the Qwen3 family with a tool: a call, its result of some 150 tokens, 50 times. The replies are
 given, as token ids; in every fifth the model spells a word in other tokens than a tokenizer would, which sampling does. A turn
 is what lies between a reply and the tokens of the next prompt: the reply is read (text, calls), and what follows is rendered.
-Sides, each in one thread, in turn, the median of ROUNDS taken for each turn:
+Sides, each in one thread, one behind another; of each turn the median of ROUNDS, after a round that warms up:
 
 - ours: a session as the server holds it (LiveSession), and `ours, HTTP`: the same through the server, by a client that sends
   the whole conversation as OpenAI clients do;
@@ -14,7 +14,8 @@ Sides, each in one thread, in turn, the median of ROUNDS taken for each turn:
 - TRL, suffix: what its GRPO trainer does behind a call, GRPOTrainer._get_tool_suffix_ids;
 - TRL, template: its prefix-preserving training template (get_training_chat_template), the conversation rendered whole.
 
-`tokens` are all ids that came out of the tokenizer in a turn. `broken`: turns whose prompt does not begin with the prompt and
+Milliseconds are of CPU, because neighbours on the machine change the wall's. `tokens` are all ids that came out of the
+tokenizer in a turn. `broken`: turns whose prompt does not begin with the prompt and
 the reply before it, bit for bit.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -128,11 +130,11 @@ def ours(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
         reply, n = tuple(turn["reply"]), len(turn["reply"])
         sampled = Sampled(reply, (-1.0,) * n, (version,) * n, True, version, version)
         known += [*ask.prompt, *reply]
-        begin = time.perf_counter()
+        begin = time.process_time()
         message = session.commit(ask, sampled)["choices"][0]["message"]
         messages += [message, result_of(message["tool_calls"][0]["id"], turn)]
         ask = session.prepare(read_request(body, 1.0))
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         assert ask.at.parent is not None
         yield Turn(len(ask.prompt), seconds, broken(known, [*ask.at.parent.tokens(), *ask.prompt]))
 
@@ -185,9 +187,9 @@ def ours_http(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
         messages: list[dict[str, Any]] = [*OPENING]
         url, headers = f"{opened['base_url']}/chat/completions", {"Authorization": f"Bearer {opened['key']}"}
         for number in range(TURNS + 1):
-            begin = time.perf_counter()
+            begin = time.process_time()
             answer = client.post(url, json={"messages": messages, "tools": TOOLS}, headers=headers)
-            seconds = time.perf_counter() - begin
+            seconds = time.process_time() - begin
             message = answer.raise_for_status().json()["choices"][0]["message"]
             if number:
                 yield Turn(len(engine.asked[-1].tokens), seconds, False)
@@ -228,7 +230,7 @@ def renderers_bridge(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
     prompt = list(renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True))
     for turn in talk["turns"]:
         reply = list(turn["reply"])
-        begin = time.perf_counter()
+        begin = time.process_time()
         parsed = renderer.parse_response(reply)
         result = result_of("c", turn)
         bridged = renderer.bridge_to_next_turn(prompt, reply, [result], tools=TOOLS)
@@ -241,7 +243,7 @@ def renderers_bridge(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
         else:
             prompt = list(bridged.token_ids)
             tokens = len(prompt) - len(before)
-        yield Turn(tokens, time.perf_counter() - begin, broken(before, prompt))
+        yield Turn(tokens, time.process_time() - begin, broken(before, prompt))
 
 
 def as_function(call: Any) -> dict[str, Any]:
@@ -275,12 +277,12 @@ def trl_suffix(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
     for turn in talk["turns"]:
         reply = list(turn["reply"])
         counted.clear()
-        begin = time.perf_counter()
+        begin = time.process_time()
         parse_response(tokenizer, reply)
         suffix = GRPOTrainer._get_tool_suffix_ids(trainer, [result_of("c", turn)])
         before = [*prompt, *reply]
         prompt = [*before, *suffix]
-        yield Turn(sum(counted), time.perf_counter() - begin, broken(before, prompt))
+        yield Turn(sum(counted), time.process_time() - begin, broken(before, prompt))
 
 
 def trl_template(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
@@ -293,10 +295,10 @@ def trl_template(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
     prompt = whole(tokenizer, messages, template)
     for turn in talk["turns"]:
         before = [*prompt, *turn["reply"]]
-        begin = time.perf_counter()
+        begin = time.process_time()
         messages += [parse_response(tokenizer, list(turn["reply"])), result_of("c", turn)]
         prompt = whole(tokenizer, messages, template)
-        yield Turn(len(prompt), time.perf_counter() - begin, broken(before, prompt))
+        yield Turn(len(prompt), time.process_time() - begin, broken(before, prompt))
 
 
 def whole(tokenizer: Any, messages: list[dict[str, Any]], template: str | None) -> list[int]:
@@ -337,11 +339,16 @@ def play(side: str, folder: Path) -> list[list[float]]:
     return [[turn.tokens, turn.seconds, float(turn.is_broken)] for turn in ({**OURS, **PEERS}[side])(folder, talk)]
 
 
-def play_there(side: str, folder: Path, peers: Path) -> list[list[float]]:
-    """The same with the peers' interpreter; a round that warms up goes before."""
+def rounds_of(side: str, folder: Path) -> list[list[list[float]]]:
+    """ROUNDS of them, after one that warms up."""
+    return [play(side, folder) for _ in range(ROUNDS + 1)][1:]
+
+
+def rounds_there(side: str, folder: Path, peers: Path) -> list[list[list[float]]]:
+    """The same with the peers' interpreter."""
     command = [str(peers / "bin" / "python"), __file__, "--side", side, "--exchange", str(folder)]
-    done = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True)
-    found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(command, check=True, timeout=1200, stdout=subprocess.PIPE, text=True)
+    found: list[list[list[float]]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -364,17 +371,13 @@ def install(folder: Path) -> None:
 
 
 def compare(peers: Path) -> None:
-    """All sides, ROUNDS times one behind another."""
+    """All sides, one behind another."""
     from record import machine
 
-    rounds: dict[str, list[list[list[float]]]] = {side: [] for side in (*OURS, *PEERS)}
     with tempfile.TemporaryDirectory() as name:
         make_talk(Path(name))
-        for side in OURS:
-            play(side, Path(name))
-        for _ in range(ROUNDS):
-            for side, seen in rounds.items():
-                seen.append(play(side, Path(name)) if side in OURS else play_there(side, Path(name), peers))
+        rounds = {side: rounds_of(side, Path(name)) for side in OURS}
+        rounds |= {side: rounds_there(side, Path(name), peers) for side in PEERS}
     rows = [row_of(side, seen) for side, seen in rounds.items()]
     print(
         f"{'side':22} {'tokens: turn 2':>14} {'turn 50':>8} {'all':>8} {'ms: 2-10':>9} {'41-50':>8} {'growth':>7} {'broken':>7}"
@@ -384,7 +387,14 @@ def compare(peers: Path) -> None:
             f"{row['side']:22} {row['tokens_turn_2']:14.0f} {row['tokens_turn_50']:8.0f} {row['tokens_all']:8.0f} "
             f"{row['ms_turns_2_to_10']:9.3f} {row['ms_turns_41_to_50']:8.3f} {row['growth']:7.2f} {row['broken']:7d}"
         )
-    found = {"machine": machine(), "packages": PACKAGES, "turns": TURNS, "rounds": ROUNDS, "rows": rows}
+    found = {
+        "machine": machine(),
+        "load": round(os.getloadavg()[0], 1),
+        "packages": PACKAGES,
+        "turns": TURNS,
+        "rounds": ROUNDS,
+        "rows": rows,
+    }
     OUTPUT.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -396,8 +406,7 @@ def main() -> None:
     parser.add_argument("--exchange", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        play(options.side, options.exchange)
-        print(json.dumps(play(options.side, options.exchange)))
+        print(json.dumps(rounds_of(options.side, options.exchange)))
     elif options.install:
         install(options.install)
     elif options.peers:
