@@ -31,7 +31,7 @@ _LANGUAGE = (
 class ShellHabits:
     """How careless the demonstrator is: chances at each decision."""
 
-    tasks: ClassVar[tuple[str, ...]] = ("shell", "shell_commands", "shell_puzzle", "splits", "tool_call")
+    tasks: ClassVar[tuple[str, ...]] = ("shell", "shell_commands", "shell_puzzle", "splits", "tool_call", "tool_text")
     """Modules of miles_core/environments that decide what is demonstrated."""
     guess: float = 0.2
     """To answer at once, with something that occurs in the puzzle ..."""

@@ -43,7 +43,9 @@ _LANGUAGE = (
 class TerminalHabits:
     """How careless the demonstrator is: chances at each decision."""
 
-    tasks: ClassVar[tuple[str, ...]] = ("shell", "splits", "terminal", "terminal_scripts", "terminal_task", "tool_call")
+    tasks: ClassVar[tuple[str, ...]] = (
+        "shell", "splits", "terminal", "terminal_scripts", "terminal_task", "tool_call", "tool_text",
+    )  # fmt: skip
     """Modules of miles_core/environments that decide what is demonstrated."""
     idle: float = 0.15
     """To say that it is done at once."""

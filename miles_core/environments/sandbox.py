@@ -169,6 +169,8 @@ class Sandbox:
     def _start(self, line: bytes, deadline_s: float) -> subprocess.Popen[bytes]:
         argv: list[str | bytes] = [*self._kind.argv(self.path, (*SHELL, self._script(deadline_s), "bash")), line]
         try:
+            # A command may have shut the folder against the next one.
+            os.chmod(self.path, 0o700)
             process = subprocess.Popen(
                 argv, cwd=self.path, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, start_new_session=True,

@@ -56,6 +56,11 @@ class SandboxKind:
     reasons: tuple[str, ...] = ()
     """Why the better candidates were not taken."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a command reaches no file of others, no other process and no network."""
+        return not set(self.missing) & {_FILES, _NETWORK, _PROCESSES}
+
     def argv(self, folder: Path, command: Sequence[str]) -> list[str]:
         """The whole command line for one sandbox directory."""
         return [*(str(folder) if part == FOLDER else part for part in self.prefix), *command]

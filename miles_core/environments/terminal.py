@@ -7,8 +7,9 @@ than a small project, or no text, is a named fault in its place. Facts hold no v
 The few lines that small models play by the thousand (PLAIN) are functions of the task and of the plain changes before them.
 Their results are remembered, and the folder is made, and brought up to date, when the first other line has to run.
 
-Failure: a line that passes a limit of the sandbox is the model's fault, which is told so and goes on. A plain line cannot
-pass one, so that, and a sandbox that breaks, are the machine's: EpisodeFailed (infrastructure). Lines run in threads; the
+Failure: a line that passes a limit of the sandbox is the model's fault, which is told so and goes on, but for one that hangs
+again. Where the sandbox holds too little for lines that nobody has read, no task is given out: RecipeError. A plain line cannot
+pass a limit, so that, and a sandbox that breaks, are the machine's: EpisodeFailed (infrastructure). Lines run in threads; the
 event loop is never blocked.
 """
 
@@ -28,13 +29,17 @@ from typing import Any, NamedTuple, TypeVar
 
 from miles_core.environments.base import EpisodeFailed, Message, Split
 from miles_core.environments.sandbox import Limits, Sandbox, SandboxBroken, Stopped, sweep
+from miles_core.environments.sandbox_kind import sandbox_kind
 from miles_core.environments.shell import FACT_CHARACTERS, REMEMBERED, shown
 from miles_core.environments.terminal_task import FAMILY, Task, TaskSource
 from miles_core.environments.tool_call import tool_call
+from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
 
 LIMITS = Limits(file_bytes=64 << 10, disk_bytes=1 << 20, files=128, output_bytes=16 << 10)
-"""Of the agent's sandbox and of the grader's."""
+"""Of the agent's sandbox."""
+MOST_HANGS = 2
+"""Lines that run into their deadline, of tool_deadline_s / 2 each: at the last of them the episode ends, without an answer."""
 MOST_FILES = 32
 """In the facts ..."""
 MOST_BYTES = 16 << 10
@@ -51,7 +56,7 @@ INSTRUCTIONS = (
 PLAIN_READ = re.compile(r"bash check\.sh|ls|cat [a-z]{1,24}\.(?:conf|sh)|grep -l [a-z]{1,24} \*\.conf")
 PLAIN_CHANGE = re.compile(r'sed -i "/([a-z]{1,24})/c \1 [0-9]{1,4} " [a-z]{1,24}\.conf')
 
-THREADS = 16
+THREADS = 128
 """Most of them wait: for a short line, or for one of the model's that hangs until its deadline."""
 
 T = TypeVar("T")
@@ -155,7 +160,9 @@ class TerminalEpisode:
             self.folder = await self._look()
             return ()
         self.calls.append(await self._call(line.strip()))
-        return (Message("tool", self.calls[-1].told),) if self.turns < self.home.spec.max_turns else ()
+        hangs = sum(ran.stopped == "time" for ran in self.calls)
+        is_over = self.turns >= self.home.spec.max_turns or hangs >= MOST_HANGS
+        return () if is_over else (Message("tool", self.calls[-1].told),)
 
     async def _call(self, line: str) -> Ran:
         changes = PLAIN_CHANGE.fullmatch(line) is not None
@@ -233,10 +240,22 @@ class TerminalEpisode:
             self._sandbox.close()
 
 
+def check_sandbox() -> None:
+    """Raises RecipeError where a line of the model would reach this user's files, processes or network."""
+    kind = sandbox_kind()
+    if not kind.is_closed:
+        raise RecipeError(
+            f"environment.family: {FAMILY} runs whatever a model writes, but the sandbox here ({kind.name}) is open: "
+            f"{'; '.join(kind.missing)} ({'; '.join(kind.reasons)}). Install bubblewrap on the nodes of rollout and "
+            f"grader and allow unprivileged user namespaces; `miles doctor` shows what holds"
+        )
+
+
 class TerminalEnvironment:
     """An Environment of tasks of one level. `owner` names the run and the role. Raises RecipeError."""
 
     def __init__(self, spec: EnvironmentSpec, owner: str = "nobody") -> None:
+        check_sandbox()
         self.spec, self.owner = spec, owner
         self._source = TaskSource(spec.options)
         self._memory: OrderedDict[Key, Any] = OrderedDict()

@@ -5,6 +5,7 @@ What a script prints, right or wrong, is known here in Python, so a task never h
 
 from __future__ import annotations
 
+import functools
 import random
 import shlex
 from collections.abc import Callable
@@ -48,6 +49,8 @@ class Script:
     lines: tuple[str, ...]
     prints: Callable[[Rows], str]
     faults: tuple[Fault, ...]
+    edges: tuple[int, ...] = ()
+    """Numbers that tell it from nearly right ones: the data that nobody sees have them."""
 
     @property
     def text(self) -> str:
@@ -74,9 +77,11 @@ def draw_repair(rng: random.Random, name: str) -> Repair:
     fault = rng.choice(script.faults)
     rows = _draw_rows(rng, lambda rows: fault.prints(rows) != script.prints(rows))
     expected = script.prints(rows)
-    hidden = [
-        _draw_rows(rng, lambda rows: script.prints(rows) not in (expected, fault.prints(rows))) for _ in range(HIDDEN_CASES)
-    ]
+    hidden: list[Rows] = []
+    for _ in range(HIDDEN_CASES):
+        known = (expected, *map(script.prints, hidden))
+        fits = functools.partial(_is_new, script, fault, known)
+        hidden.append(_draw_rows(rng, fits, script.edges))
     data = f"{DATA}/{rng.choice(_NAMES)}.txt"
     wrong = (*script.lines[: fault.line], fault.text, *script.lines[fault.line + 1 :])
     return Repair(
@@ -87,11 +92,19 @@ def draw_repair(rng: random.Random, name: str) -> Repair:
     )  # fmt: skip
 
 
-def _draw_rows(rng: random.Random, fits: Callable[[Rows], bool]) -> Rows:
-    """Distinct names and distinct numbers; a few draws are enough for every script and fault."""
+def _is_new(script: Script, fault: Fault, known: tuple[str, ...], rows: Rows) -> bool:
+    """Whether the right script prints for these rows what it printed for no others, and what the wrong one does not."""
+    return script.prints(rows) not in (*known, fault.prints(rows))
+
+
+def _draw_rows(rng: random.Random, fits: Callable[[Rows], bool], edges: tuple[int, ...] = ()) -> Rows:
+    """Distinct names and distinct numbers, `edges` among them; a few draws are enough for every script and fault."""
+    others = [number for number in _NUMBERS if number not in edges]
     while True:
         count = rng.randint(*_ROWS)
-        rows = tuple(zip(rng.sample(_NAMES, count), rng.sample(_NUMBERS, count), strict=True))
+        numbers = [*edges, *rng.sample(others, count - len(edges))]
+        rng.shuffle(numbers)
+        rows = tuple(zip(rng.sample(_NAMES, count), numbers, strict=True))
         if fits(rows):
             return rows
 
@@ -153,6 +166,7 @@ SCRIPTS = {
             Fault(2, '  if [ "$number" -gt 50 ]; then count=$((count + 2)); fi', lambda rows: str(2 * _over(rows, 50))),
             Fault(4, 'echo "$((count - 1))"', lambda rows: str(_over(rows, 50) - 1)),
         ),
+        edges=(50, 51),
     ),
     "names": Script(
         "names.sh", "prints the names that it reads in alphabetical order, one a line",

@@ -5,9 +5,10 @@ would pay for idleness. What judges is never the agent's: the check is the task'
 that no script of the folder can rewrite it while it is read; the data it reads are the task's; and a script that was to be
 repaired is run on data that no file shows, with what it must print known here and not in the sandbox.
 
-Invariants: nothing of the agent's runs outside the sandbox; one folder of one task is judged once, as its checks are
-functions of it. Failure: a folder that was not to be judged, and a script that passes a limit of the sandbox, score 0; a
-sandbox that breaks, or a check that runs nothing of the agent's and is stopped, is the machine's fault: "no grade".
+Invariants: nothing of the agent's runs outside the sandbox, and where that holds too little nothing is judged (RecipeError);
+one folder of one task is judged once, and what was found is remembered. Failure: a folder that was not to be judged, and a
+script that passes a limit of the sandbox, score 0; a sandbox that breaks, or a check that runs nothing of the agent's and is
+stopped, is the machine's fault: "no grade".
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from miles_core.environments.sandbox import Result, Sandbox, SandboxBroken, sweep
-from miles_core.environments.terminal import LIMITS
+from miles_core.environments.terminal import LIMITS, check_sandbox
 from miles_core.environments.terminal_task import CHECK_FILE, FAMILY, Task, TaskSource
 from miles_core.recipe import EnvironmentSpec
 
-DEADLINE_S = 6.0
-"""All checks of one folder together: below the default of grader.deadline_s."""
+DEADLINE_S = 4.0
+"""All checks of one folder together; TRIES of them fit into the default of grader.deadline_s."""
+TRIES = 2
+"""A script that runs out of time is judged once more: the machine may have stood still."""
+ROOM = replace(LIMITS, files=2 * LIMITS.files, disk_bytes=2 * LIMITS.disk_bytes)
+"""For an agent's folder that is full, and the task's own files beside it."""
 REMEMBERED = 16384
 """Folders."""
 
@@ -38,6 +44,7 @@ class TerminalVerifier:
     """See module. Raises RecipeError for options that are none."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
+        check_sandbox()
         self._source = TaskSource(spec.options)
         self.source = f"{FAMILY}/level{self._source.level}"
         self._passed: OrderedDict[str, bool] = OrderedDict()
@@ -67,15 +74,24 @@ class TerminalVerifier:
 
 def passes(task: Task, files: Mapping[str, str]) -> bool:
     """Whether a folder is as the task wants it. Raises SandboxBroken."""
+    tries = (_judge(task, files) for _ in range(TRIES))
+    return next((passed for passed in tries if passed is not None), False)
+
+
+def _judge(task: Task, files: Mapping[str, str]) -> bool | None:
+    """None: out of time."""
     due = time.monotonic() + DEADLINE_S
-    box = Sandbox("grader", LIMITS)
+    box = Sandbox("grader", ROOM)
     try:
         box.fill(_rebuilt(task, files))
         check = _run(box, task, task.files[CHECK_FILE], due)
         if check.stopped or check.exit_code:
-            return False
-        runs = ((_run(box, task, case.command, due), case) for case in task.cases)
-        return all(not ran.stopped and ran.output.rstrip("\n") == case.prints for ran, case in runs)
+            return None if check.stopped == "time" else False
+        for case in task.cases:
+            ran = _run(box, task, case.command, due)
+            if ran.stopped or ran.output.rstrip("\n") != case.prints:
+                return None if ran.stopped == "time" else False
+        return True
     finally:
         box.close()
 

@@ -34,11 +34,12 @@ def make_engine(context: RoleContext, pool: RolloutPool, end_id: int, index: int
         "max_tokens": recipe.environment.max_tokens, "version": NOT_LOADED, "record_experts": recipe.learner.routing_replay,
         "lora": recipe.model.lora,
     }  # fmt: skip
-    gpus = gpus_of(pool, index)
     if pool.engine == "vllm":
         from miles_core.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(folder, spec=pool.vllm, gpus=gpus if pool.engines > 1 else (), **settings)
+        # Alone it finds its GPUs itself: who asks torch for them first keeps it from forking its workers.
+        return VllmEngine(folder, spec=pool.vllm, gpus=gpus_of(pool, index) if pool.engines > 1 else (), **settings)
+    gpus = gpus_of(pool, index)
     from miles_core.rollout.torch_engine import TorchEngine
 
     # Names in CUDA_VISIBLE_DEVICES are counted from 0 inside the process.
@@ -63,10 +64,10 @@ def gpus_of(pool: RolloutPool, index: int) -> tuple[str, ...]:
 
 
 def make_fleet(context: RoleContext, pool: RolloutPool, end_id: int) -> RoutedEngine:
-    """The several engines of a replica. Those of vLLM on a CPU share state of their process and step one after another."""
+    """The several engines of a replica. On a CPU, where each would want all cores, they step one after another."""
     return RoutedEngine(
         lambda index: make_engine(context, pool, end_id, index), pool.engines, hands_on=pool.on_engine_death == "hand_on",
-        is_parallel=pool.engine == "torch" or bool(gpus_of(pool, 0)),
+        is_parallel=bool(gpus_of(pool, 0)),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from miles_core.errors import MilesError
+from miles_core.errors import MilesError, RunDirectoryError
 from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Engine, Finished, Member, Request
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 HAND_ONS = 2
-"""A session is handed on so often; one that brings down engines does not bring down all."""
+"""A session is handed on so often; one that brings down engines does not bring down four or more."""
 FIRST_MEND_S = 10.0
 LONGEST_MEND_S = 600.0
 """A dead engine is made again after FIRST_MEND_S, twice as long after each further death or failure, but at most this."""
@@ -363,6 +363,8 @@ class RoutedEngine:
             verify(made)
             if made.version != self.version:
                 raise MilesError(f"it has version {tuple(made.version)}, the others have {tuple(self.version)}")
+        except RunDirectoryError:
+            raise
         except Exception as error:
             self._wait_to_mend()
             log.warning("engine=%d could not be made again", index, exc_info=error)

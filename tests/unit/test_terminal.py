@@ -132,6 +132,18 @@ def test_a_line_that_passes_a_limit_is_told_so_and_costs_no_more(line: str, stop
     assert verifier.value(seed, facts) == 0.0
 
 
+def test_a_second_line_that_hangs_ends_the_episode_without_an_answer() -> None:
+    seed = first_of_each_kind(1)["told"]
+    episode = environment_of(1, tool_deadline_s=1).episode(seed, "train")
+    first, second = play(episode, call("sleep 600"), call("sleep 601"))
+    assert first[0].content.endswith("stopped: time") and second == () and boxes() == []
+    assert make_verifier(spec_of(1)).value(seed, episode.facts()) == 0.0
+
+
+def test_a_folder_that_a_line_shut_is_open_to_the_next() -> None:
+    assert said(environment_of(1).episode(3, "train"), "chmod 000 .", "echo on > x; cat x")[1] == "on"
+
+
 @pytest.mark.parametrize("when", ["asked", "caught up"])
 def test_a_plain_line_that_is_stopped_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     environment = environment_of(1)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from miles_core.environments import sandbox
+from miles_core.environments import terminal as environment
 from miles_core.environments.sandbox import Result, Sandbox, SandboxBroken
 from miles_core.environments.sandbox_kind import candidates
+from miles_core.environments.terminal import TerminalEnvironment
 from miles_core.environments.terminal_task import Task, TaskSource
+from miles_core.errors import RecipeError
 from miles_core.grading import terminal
 from miles_core.grading.rules import make_verifier
 from miles_core.grading.terminal import TerminalVerifier, passes
+from miles_core.recipe import EnvironmentSpec
 from tests.unit.terminal_world import boxes, call, environment_of, first_of_each_kind, play, spec_of
 
 
@@ -164,16 +167,28 @@ def test_the_held_out_split_is_judged_on_its_own_task() -> None:
         assert make_verifier(spec_of(1)).value(2, facts_of(task, files, split="eval")) == value
 
 
-def test_without_bubblewrap_the_judge_says_once_what_is_not_held(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("make", [TerminalVerifier, TerminalEnvironment])
+def test_nothing_is_run_where_the_sandbox_is_open(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[EnvironmentSpec], object]
 ) -> None:
-    plain = candidates()[-1]
-    monkeypatch.setattr(sandbox, "sandbox_kind", lambda: plain)
-    sandbox._warn_once.cache_clear()
-    task, seed, files = solved(1, "asked")
-    with caplog.at_level(logging.WARNING):
-        verifier = TerminalVerifier(spec_of(1))
-        assert verifier.value(seed, facts_of(task, files)) == 1.0
-        assert verifier.value(seed, facts_of(task, dict(task.files))) == 0.0
-    assert sum("SANDBOX" in record.message for record in caplog.records) == 1
-    sandbox._warn_once.cache_clear()
+    kinds = {(kind.name, kind.is_closed): kind for kind in candidates()}
+    assert {name for name, is_closed in kinds if is_closed} == {"bubblewrap"}
+    for (name, is_closed), kind in kinds.items():
+        monkeypatch.setattr(environment, "sandbox_kind", lambda kind=kind: kind)
+        if is_closed:
+            make(spec_of(1))
+        else:
+            with pytest.raises(RecipeError, match=f"{name}.*Install bubblewrap"):
+                make(spec_of(1))
+
+
+def test_a_folder_as_full_as_an_agents_may_be_is_judged() -> None:
+    """Without its check, which the judge adds."""
+    task, seed, files = solved(1, "told")
+    del files["check.sh"]
+    lines = (*task.calls, "rm check.sh; mkdir d; for n in {1..100}; do mkdir d/$n; done", "ls d | wc -l")
+    episode = environment_of(1, max_turns=20).episode(seed, "train")
+    play(episode, *map(call, lines), "done")
+    assert episode.calls[-1].output == "100\n" and make_verifier(spec_of(1)).value(seed, episode.facts()) == 1.0
+    filled = files | {f"d{number}/f": "" for number in range(63)}
+    assert passes(task, filled)

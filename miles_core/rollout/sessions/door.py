@@ -122,7 +122,8 @@ class EngineDoor:
             if idle is None:
                 return False
             self._forget(idle)
-        return True
+        # Of several engines one may have died: who waits for a slot of the others comes first.
+        return self._engine.free_slots > 0
 
     def _forget(self, key: str) -> None:
         del self._newest[key]
