@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(1500)]
 
 DEADLINE_S = 1200.0
 STEPS, PROBLEMS = 10, 64
-SETTINGS = (f"steps={STEPS}", f"evaluation.problems={PROBLEMS}", "learner.minibatches=1", "learner.lr=4e-5")
+SETTINGS = (
+    f"steps={STEPS}", f"evaluation.problems={PROBLEMS}", "orchestrator.prompts=16", "orchestrator.max_staleness=1",
+    "orchestrator.capacity_batches=2", "learner.minibatches=1", "learner.lr=4e-5", "learner.decay_steps=0",
+)  # fmt: skip
 FAST = ("model.dtype=bfloat16", "policy.deltas=true")
 """As the recipe says, where the CPU has instructions for it."""
 
