@@ -40,6 +40,7 @@ class Task:
 
     seed: int
     closed: int = 0
+    may_close: threading.Event | None = None
 
     def opening(self) -> tuple[Message, ...]:
         return (Message("user", f"task {self.seed}"),)
@@ -51,6 +52,8 @@ class Task:
         return {"question": self.seed, "final_answer": None}
 
     async def close(self) -> None:
+        if self.may_close is not None:
+            self.may_close.wait(20)
         self.closed += 1
 
 
@@ -306,6 +309,22 @@ async def test_an_agent_has_a_deadline_between_two_turns_but_none_before_the_fir
     assert (await ended(late))["g/0"].status == "complete"
     for one in (sampler, late):
         await one.cancel_all()
+    assert environment.episodes[0].closed == 1
+
+
+async def test_what_an_episode_takes_to_close_is_not_the_agents() -> None:
+    sampler, environment = made("answers", tool_deadline_s=5.0)
+    sampler.submit(request("g/0"))
+    may_close = environment.episodes[0].may_close = threading.Event()
+    pace = sampler._live["g/0"].session.pace
+    while not pace._is_stopped:
+        assert await sampler.tick() == []
+    CLOCK.now += 60
+    assert await sampler.tick() == [] and sampler.in_flight == 1
+    may_close.set()
+    row = (await ended(sampler))["g/0"]
+    assert (row.status, row.failure_kind, row.facts["final_answer"]) == ("complete", "none", "yes")
+    await sampler.cancel_all()
     assert environment.episodes[0].closed == 1
 
 

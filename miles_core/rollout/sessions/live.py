@@ -56,12 +56,14 @@ class Ask:
 
 
 class Pace:
-    """Who is at work in a session, for deadlines: told in the server's thread, asked in any. Monotonic seconds."""
+    """Who is at work in a session, for deadlines: told in the server's thread (of `stop`: the agent's), asked in any. Monotonic
+    seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._turns: tuple[float, ...] = ()
         self._idle_since: float | None = None
+        self._is_stopped = False
 
     def begin(self) -> float:
         """A turn was asked for; what to give to `end`."""
@@ -75,6 +77,10 @@ class Pace:
         turns.remove(began)
         self._idle_since, self._turns = self._clock(), tuple(turns)
 
+    def stop(self) -> None:
+        """The agent has returned: it is idle no more."""
+        self._is_stopped = True
+
     @property
     def turn_s(self) -> float:
         """Age of the oldest turn that is being sampled; 0 without one."""
@@ -83,8 +89,8 @@ class Pace:
 
     @property
     def idle_s(self) -> float:
-        """For how long the agent has asked for nothing since its last turn; 0 before the first."""
-        since = None if self._turns else self._idle_since
+        """For how long the agent has asked for nothing since its last turn; 0 before the first, and once it has returned."""
+        since = None if self._turns or self._is_stopped else self._idle_since
         return 0.0 if since is None else self._clock() - since
 
 
