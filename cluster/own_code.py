@@ -18,6 +18,12 @@ from miles_core.recipe import Recipe
 ASK_S = 120.0
 """An import may take this long."""
 
+END = "-- asked"
+"""A line that is printed behind all answers: a module may end the process, with 0, while it is imported."""
+ASK = f"import sys; from miles_core.named import main; code = main(sys.argv[1:]); print('\\n{END}'); sys.exit(code)"
+ROLLOUTS = "environment."
+"""What rollout replicas load is under this key. They alone may have another interpreter than this process."""
+
 log = logging.getLogger("miles")
 
 
@@ -46,8 +52,9 @@ def unloadable(recipe: Recipe, profile: ClusterProfile, code: Path) -> str | Non
     names = names_of(recipe)
     if not names or not (code / "miles_core" / "named.py").exists():  # a run of a version that could not be asked
         return None
-    pythons = {sys.executable, *(python_of(recipe, profile, pool.name) for pool in recipe.rollout.pools)}
-    faults = [fault for python in sorted(pythons) if (fault := _ask(python, code, names))]
+    played = {key: name for key, name in names.items() if key.startswith(ROLLOUTS)}
+    asked = {python_of(recipe, profile, pool.name): played for pool in recipe.rollout.pools} | {sys.executable: names}
+    faults = [fault for python in sorted(asked) if asked[python] and (fault := _ask(python, code, asked[python]))]
     if not faults:
         return None
     if recipe.environment.family == VERIFIERS:
@@ -60,16 +67,21 @@ def unloadable(recipe: Recipe, profile: ClusterProfile, code: Path) -> str | Non
 
 def _ask(python: str, code: Path, names: dict[str, str]) -> str:
     """Faults of an interpreter, empty if there are none."""
+    told = ", ".join(f"{key}: {name!r}" for key, name in names.items())
     path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
     try:
         done = subprocess.run(
-            [python, "-m", "miles_core.named", *(f"{key}={name}" for key, name in names.items())],
+            [python, "-c", ASK, *(f"{key}={name}" for key, name in names.items())],
             cwd=code, env={**without_slurm(os.environ), "PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, errors="replace", timeout=ASK_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"{', '.join(f'{key}: {name!r}' for key, name in names.items())}: not imported by {python} within {ASK_S:g} s"
-    if done.returncode == 0:
+        return f"{told}: not imported by {python} within {ASK_S:g} s"
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and END in lines:
         return ""
-    said = "; ".join(done.stdout.split("\n")) or (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    said = "; ".join(filter(None, lines[: lines.index(END)])) if END in lines else ""
+    if not said:
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        said = f"{told}: a process that imported it ended with code {done.returncode} and said {last}"
     return said if python == sys.executable else f"{said} (asked of {python})"

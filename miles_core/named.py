@@ -27,7 +27,7 @@ def load_named(key: str, name: str) -> Any:
         raise RecipeError(
             f"{where} cannot be imported here ({error}); install it, or put it into PYTHONPATH of the jobs"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise RecipeError(
             f"{where} breaks while it is imported ({type(error).__name__}: {error}; {last.filename}:{last.lineno}); mend it"

@@ -28,6 +28,9 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "lab_good.py").write_text("print('hello')\ndef run(): pass\nNUMBER = 3\n")
     (tmp_path / "lab_broken.py").write_text("def run(): pass\n\n1 / 0\n")
     (tmp_path / "lab_garbled.py").write_text("def run(:\n")
+    (tmp_path / "lab_leaves.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "lab_dies.py").write_text("import os\nos._exit(0)\n")
+    (tmp_path / "lab_waves.py").write_text("import atexit\natexit.register(print, 'bye')\ndef run(): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
@@ -51,6 +54,7 @@ def test_a_name_is_what_it_names(lab: Path) -> None:
         (":run", "breaks while it is imported"),
         ("lab_broken:run", r"ZeroDivisionError: division by zero; .*lab_broken\.py:3\); mend it"),
         ("lab_garbled:run", "breaks while it is imported .SyntaxError"),
+        ("lab_leaves:run", r"breaks while it is imported \(SystemExit: 0; .*lab_leaves\.py:2\); mend it"),
     ],
 )
 def test_what_cannot_be_loaded_is_named_with_the_key(lab: Path, name: str, says: str) -> None:
@@ -91,6 +95,12 @@ def test_an_agent_that_jobs_cannot_import_is_told_before_anything_is_submitted(
     good, bad = (recipe(**environment(agent={"run": f"lab_{name}:run"})) for name in ("good", "broken"))
     assert unloadable(good, profile(), REPOSITORY) is None
     assert "lab_broken.py:3" in (unloadable(bad, profile(), REPOSITORY) or "")
+    waves, leaves, dies = (recipe(**environment(agent={"run": f"lab_{name}:run"})) for name in ("waves", "leaves", "dies"))
+    assert unloadable(waves, profile(), REPOSITORY) is None
+    assert "SystemExit: 0" in (unloadable(leaves, profile(), REPOSITORY) or "")
+    assert unloadable(dies, profile(), REPOSITORY) == (
+        "environment.agent.run: 'lab_dies:run': a process that imported it ended with code 0 and said nothing"
+    )
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     slurm = {"kind": "slurm", "slurm": {"setup": ["export PYTHONPATH=/lab"]}}
     for where in (profile(), profile(kind="slurm")):
@@ -114,3 +124,15 @@ def test_a_pool_with_an_interpreter_of_its_own_is_asked_too(lab: Path) -> None:
     wanted = recipe(**environment(agent={"run": "lab_good:run"}), **pools)
     fault = unloadable(wanted, profile(vllm_python=str(other)), REPOSITORY) or ""
     assert "lab_good" in fault and fault.endswith(f"(asked of {other})")
+    other.write_text(f'#!/bin/sh\nPYTHONPATH={REPOSITORY}:{lab} exec {sys.executable} "$@"\n')
+    assert unloadable(wanted, profile(vllm_python=str(other)), REPOSITORY) is None
+
+
+def test_a_ranking_is_asked_of_the_graders_interpreter_alone(lab: Path) -> None:
+    other = lab / "python"
+    other.write_text("#!/bin/sh\necho nobody asks me >&2\nexit 1\n")
+    os.chmod(other, 0o755)
+    wanted = recipe(grader={"ranking": "lab_good:run"}, rollout={"pools": [{"name": "fast", "engine": "vllm"}]})
+    assert unloadable(wanted, profile(vllm_python=str(other)), REPOSITORY) is None
+    wanted = recipe(grader={"ranking": "lab_good:nobody"}, rollout={"pools": [{"name": "fast", "engine": "vllm"}]})
+    assert "grader.ranking" in (unloadable(wanted, profile(vllm_python=str(other)), REPOSITORY) or "")
