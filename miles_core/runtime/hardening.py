@@ -1,7 +1,8 @@
 """What a role does against its neighbours on a node: cores of its own, memory that stays, tools that die before it.
 
 - *cores*: numerical threads are never more than the cores that affinity and cgroup leave. Tasks that share the CPUs of one
-  Slurm allocation take a part each, by SLURM_LOCALID. Where Slurm binds a job to no cores there is nothing to part.
+  Slurm allocation take equal parts of all of them, by SLURM_LOCALID; hyperthreads of a core stay together. Where Slurm binds a
+  job to no cores there is nothing to part.
 - *memory*: what the process holds at its start (interpreter, heartbeat, protocol) is not paged out: under memory pressure a
   role that waits for its own code looks dead. Memory that it takes later, models above all, stays as it is.
 - *kill order*: when memory runs out the kernel ends commands of a sandbox first (environments/sandbox.py sets 1000 on them); a
@@ -9,7 +10,8 @@
 
     python -m miles_core.runtime.hardening     # what holds here, as JSON; `miles doctor` asks it
 
-Each part that a site forbids is left out; all of them together are one warning, and no error.
+Each part that a site forbids is left out; all of them together are one warning, and no error. A limit on locked memory, which
+only an admin can raise, is information.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import logging
 import os
 import platform
+import re
 import resource
 import sys
 from collections.abc import MutableMapping
@@ -34,7 +37,11 @@ MCL_CURRENT, MCL_ONFAULT = 1, 4
 """Of mlockall(2): all that is mapped now, each page when it is first touched."""
 KNOWN_MACHINES = ("x86_64", "aarch64")
 """Where these are the numbers."""
+MEMLOCK_FIX = (
+    "an admin's to allow: LimitMEMLOCK=infinity for slurmd, and memlock unlimited in limits.conf where runs are submitted"
+)
 _OOM_FILE = Path("/proc/self/oom_score_adj")
+_CPUS = Path("/sys/devices/system/cpu")
 
 log = logging.getLogger("miles")
 
@@ -50,11 +57,13 @@ class Hold:
 
 
 def harden(environ: MutableMapping[str, str] = os.environ) -> tuple[Hold, ...]:
-    """Takes what can be had, before torch is imported, and warns once of the rest."""
+    """Takes what can be had, before torch is imported, and says once what not."""
     holds = (hold_cores(environ), hold_memory(), hold_kill_order())
-    missing = [f"{hold.name}: {hold.seen} ({hold.fix})" for hold in holds if hold.fix]
-    if missing:
-        log.warning("not held on this node, which only matters where neighbours are greedy: %s", "; ".join(missing))
+    for level in (logging.WARNING, logging.INFO):
+        missing = [hold for hold in holds if hold.fix and (hold.fix == MEMLOCK_FIX) == (level == logging.INFO)]
+        if missing:
+            told = "; ".join(f"{hold.name}: {hold.seen} ({hold.fix})" for hold in missing)
+            log.log(level, "not held on this node, which only matters where neighbours are greedy: %s", told)
     return holds
 
 
@@ -63,8 +72,9 @@ def hold_cores(environ: MutableMapping[str, str]) -> Hold:
     cores, given = sorted(os.sched_getaffinity(0)), _number(environ, "SLURM_CPUS_ON_NODE")
     width, tasks, place = (_number(environ, f"SLURM_{name}") for name in ("CPUS_PER_TASK", "NTASKS_PER_NODE", "LOCALID"))
     is_shared = bool(given) and len(cores) <= given and tasks > 1 and len(cores) >= tasks * width > 0
-    if is_shared and len(cores) > width:
-        cores = cores[place * width : (place + 1) * width]
+    if is_shared and place < tasks:
+        part = len(cores) // tasks
+        cores = by_physical_core(cores, _CPUS)[place * part : (place + 1) * part]
         os.sched_setaffinity(0, cores)
     threads = max(1, int(usable_cpus()))
     for name in THREADS:
@@ -78,6 +88,20 @@ def hold_cores(environ: MutableMapping[str, str]) -> Hold:
     return Hold("cores", f"{seen}, the allocation's" if given else f"{seen}, shared with what else runs here")
 
 
+def by_physical_core(cores: list[int], cpus: Path) -> list[int]:
+    """Hyperthreads of a core behind one another, cores of a socket too; as they are where the kernel does not say."""
+
+    def place(core: int) -> tuple[int, int, int]:
+        topology = cpus / f"cpu{core}" / "topology"
+        siblings = re.findall(r"\d+", (topology / "thread_siblings_list").read_text())
+        return int((topology / "physical_package_id").read_text()), int(siblings[0]), core
+
+    try:
+        return sorted(cores, key=place)
+    except (OSError, ValueError, IndexError):
+        return cores
+
+
 def hold_memory() -> Hold:
     """Locks what is mapped now."""
     name, soft, hard = "memory", *resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -89,10 +113,7 @@ def hold_memory() -> Hold:
     if libc.mlockall(MCL_CURRENT | MCL_ONFAULT) == 0:
         return Hold(name, "what a role has at its start is locked")
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"`ulimit -l` is {soft >> 10} KiB"
-    return Hold(
-        name, f"not locked: {os.strerror(ctypes.get_errno())}, {limit}",
-        "`ulimit -l unlimited` in slurm.setup, or in the shell that starts the run",
-    )  # fmt: skip
+    return Hold(name, f"not locked: {os.strerror(ctypes.get_errno())}, {limit}", MEMLOCK_FIX)
 
 
 def hold_kill_order(path: Path = _OOM_FILE) -> Hold:

@@ -56,15 +56,18 @@ def test_what_a_site_forbids_is_one_warning_and_no_error() -> None:
     forbids = "resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); os.getuid() or os.setuid(65534)"
     found, log = hardened(forbids, SLURM_CPUS_ON_NODE="1", OMP_NUM_THREADS="1")
     assert log.count("WARNING") == 1 and found["locked"] == "0" and found["fixes"]["kill order"] == ""
-    assert "`ulimit -l` is 0 KiB (`ulimit -l unlimited` in slurm.setup" in log
+    (told,) = [line for line in log.splitlines() if "`ulimit -l` is 0 KiB" in line]
+    assert told.startswith("INFO") and "LimitMEMLOCK=infinity for slurmd" in told
+    assert hardening.MEMLOCK_FIX in (REPOSITORY / "docs" / "admin.md").read_text()
     assert f"this job has 1 CPUs of the node and may run on all {len(found['cores'])}" in log
     assert "may not lower" in found["seen"]["kill order"] or found["oom"] == OOM_SCORE
 
 
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """A process that may use cores 4 to 11, and what it was pinned to."""
+def pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[int]]:
+    """A process that may use cores 4 to 11 of a node that does not tell its topology, and what it was pinned to."""
     cores = [list(range(4, 12))]
+    monkeypatch.setattr(hardening, "_CPUS", tmp_path)
     monkeypatch.setattr(hardening.os, "sched_getaffinity", lambda pid: set(cores[-1]))
     monkeypatch.setattr(hardening.os, "sched_setaffinity", lambda pid, wanted: cores.append(sorted(wanted)))
     monkeypatch.setattr(hardening, "usable_cpus", lambda: len(cores[-1]))
@@ -79,7 +82,8 @@ def slurm(**values: int) -> dict[str, str]:
     ("environ", "mine"),
     [
         (slurm(CPUS_ON_NODE=8, CPUS_PER_TASK=2, NTASKS_PER_NODE=4, LOCALID=3), [10, 11]),
-        (slurm(CPUS_ON_NODE=8, CPUS_PER_TASK=3, NTASKS_PER_NODE=2, LOCALID=0), [4, 5, 6]),
+        (slurm(CPUS_ON_NODE=8, CPUS_PER_TASK=3, NTASKS_PER_NODE=2, LOCALID=0), [4, 5, 6, 7]),
+        (slurm(CPUS_ON_NODE=8, CPUS_PER_TASK=1, NTASKS_PER_NODE=4, LOCALID=3), [10, 11]),
         (slurm(CPUS_ON_NODE=8, CPUS_PER_TASK=8, NTASKS_PER_NODE=1, LOCALID=0), list(range(4, 12))),
         (slurm(CPUS_ON_NODE=8, CPUS_PER_TASK=4, NTASKS_PER_NODE=4, LOCALID=1), list(range(4, 12))),
         (slurm(CPUS_ON_NODE=4, CPUS_PER_TASK=2, NTASKS_PER_NODE=2, LOCALID=1), list(range(4, 12))),
@@ -91,6 +95,22 @@ def test_tasks_of_one_allocation_take_a_part_each(pinned: list[list[int]], envir
     hold = hold_cores(environ)
     assert pinned[-1] == mine and environ["OMP_NUM_THREADS"] == environ["MKL_NUM_THREADS"] == str(len(mine))
     assert bool(hold.fix) == (environ.get("SLURM_CPUS_ON_NODE") == "4")
+
+
+def test_hyperthreads_of_a_core_go_to_one_task(pinned: list[list[int]], tmp_path: Path) -> None:
+    """Four cores of two threads each, numbered as kernels do; those of even number are of one socket."""
+    node = [0, 1, 2, 3, 64, 65, 66, 67]
+    for cpu in node:
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu % 64},{cpu % 64 + 64}\n")
+        (topology / "physical_package_id").write_text(f"{cpu % 2}\n")
+    for place, mine in enumerate(([0, 2, 64, 66], [1, 3, 65, 67])):
+        pinned[:] = [node]
+        hold_cores(slurm(CPUS_ON_NODE=8, CPUS_PER_TASK=4, NTASKS_PER_NODE=2, LOCALID=place))
+        assert pinned[-1] == mine
+    (topology / "physical_package_id").write_text("?\n")
+    assert hardening.by_physical_core(node, tmp_path) == node
 
 
 def test_threads_are_bounded_by_the_cores_and_never_raised(pinned: list[list[int]]) -> None:
