@@ -62,8 +62,9 @@ class EnvironmentSpec(Closed):
     max_tokens: int = Field(default=160, ge=8)
     """Prompt, tool results and samples of one episode together; longer episodes end as `truncated`."""
     token_deadline_s: float = Field(default=300.0, gt=0)
-    """One decode step of a replica may take this long. An engine that gives no token for longer hangs: the replica ends with
-    the stacks of its threads in its log, and is replaced."""
+    """One decode step of a replica, and nothing else that its engine does, may take this long. An engine whose step takes
+    longer hangs: the replica ends with the stacks of its threads in its log, and is replaced. An exchange of weights has no
+    deadline."""
     turn_deadline_s: float | None = Field(default=None, gt=0)
     """One turn of the model may take this long, from the request to its last token; then the episode ends as failed
     (infrastructure). null: as long as the episode."""
