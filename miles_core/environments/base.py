@@ -50,8 +50,12 @@ class Environment(Protocol):
 
 
 class EpisodeFailed(Exception):
-    """The environment, not the model, broke. `kind` is `infrastructure` or `environment`; neither costs reward."""
+    """The environment, not the model, broke. `kind` is `infrastructure` or `environment`; neither costs reward. `facts` are
+    what an agent had until then: they are judged where the episode had met a limit."""
 
-    def __init__(self, message: str, kind: Literal["infrastructure", "environment"]) -> None:
+    def __init__(
+        self, message: str, kind: Literal["infrastructure", "environment"], facts: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(message)
         self.kind = kind
+        self.facts = facts or {}

@@ -164,6 +164,7 @@ class AgentSampler:
             facts = self._facts(self._agent(live.opened.base_url, live.opened.key, task))
         except Exception as caught:  # noqa: BLE001 - an agent is foreign code; any failure of it is the sample's
             error = caught
+            facts = caught.facts if isinstance(caught, EpisodeFailed) else {}
         live.session.pace.stop()
         try:
             self._server.close(live.session)
