@@ -58,7 +58,7 @@ def unloadable(recipe: Recipe, profile: ClusterProfile, code: Path) -> str | Non
     if not faults:
         return None
     if recipe.environment.family == VERIFIERS:
-        faults[0] += f". Tried is `pip install verifiers=={TRIED}`, and the environment's own package beside it"
+        faults[0] += f". docs/agents.md has the commands that install verifiers=={TRIED}, the environment's own goes beside it"
     if profile.kind == "slurm" and profile.slurm.setup:
         log.warning("%s. If slurm.setup of the jobs brings it, all is well", faults[0])
         return None
