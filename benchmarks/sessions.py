@@ -118,13 +118,12 @@ def ours(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
     from miles_core.rollout.chat import FAMILIES, FamilyRenderer
     from miles_core.rollout.sessions.history import Sampled
     from miles_core.rollout.sessions.live import LiveSession
-    from miles_core.rollout.sessions.messages import read_request
 
     session = LiveSession("s", "key", FamilyRenderer(load(folder), FAMILIES["qwen3"]), session_spec())
     messages: list[dict[str, Any]] = [*OPENING]
     body: dict[str, Any] = {"messages": messages, "tools": TOOLS}
     version = Version(0, 0)
-    ask = session.prepare(read_request(body, 1.0))
+    ask = session.prepare(session.reader.read(json.loads(json.dumps(body))))
     known: list[int] = []
     for turn in talk["turns"]:
         reply, n = tuple(turn["reply"]), len(turn["reply"])
@@ -132,9 +131,12 @@ def ours(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
         known += [*ask.prompt, *reply]
         begin = time.process_time()
         message = session.commit(ask, sampled)["choices"][0]["message"]
-        messages += [message, result_of(message["tool_calls"][0]["id"], turn)]
-        ask = session.prepare(read_request(body, 1.0))
         seconds = time.process_time() - begin
+        messages += [message, result_of(message["tool_calls"][0]["id"], turn)]
+        sent = json.loads(json.dumps(body))
+        begin = time.process_time()
+        ask = session.prepare(session.reader.read(sent))
+        seconds += time.process_time() - begin
         assert ask.at.parent is not None
         yield Turn(len(ask.prompt), seconds, broken(known, [*ask.at.parent.tokens(), *ask.prompt]))
 

@@ -68,7 +68,7 @@ class Said(NamedTuple):
 
 def clean_text(text: str) -> str:
     """Surrogates joined into the characters they mean; one alone becomes U+FFFD, for no tokenizer takes it."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 # --- tools ---------------------------------------------------------------------------------------------------------------

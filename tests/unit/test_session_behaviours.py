@@ -17,7 +17,7 @@ from miles_core.rollout.chat import ChatMessage
 from miles_core.rollout.sessions.assembly import assemble
 from miles_core.rollout.sessions.history import Attachment, History, Sampled
 from miles_core.rollout.sessions.live import LiveSession
-from miles_core.rollout.sessions.messages import read_request
+from miles_core.rollout.sessions.messages import RequestReader
 from miles_core.trajectories.schema import Trajectory, Turn, VersionRun
 from miles_core.trajectories.shards import check_trajectory, decode_shard, encode_shard
 from tests.unit.session_world import RENDERER, SPEC
@@ -92,7 +92,8 @@ def test_behaviour_1_every_turn_keeps_and_trains_its_end_token() -> None:
 
 def request(*words: str) -> Any:
     roles = ("user", "assistant") * len(words)
-    return read_request({"messages": [{"role": role, "content": word} for role, word in zip(roles, words, strict=False)]}, 1.0)
+    sent = [{"role": role, "content": word} for role, word in zip(roles, words, strict=False)]
+    return RequestReader(1.0).read({"messages": sent})
 
 
 def test_behaviours_1_and_4_the_end_token_is_the_boundary_and_a_first_turn_is_rendered_anew() -> None:

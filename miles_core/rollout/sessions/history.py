@@ -188,13 +188,13 @@ class History:
         length = len(node.messages) + 1
         if len(messages) < at + length or not self._same_message(node.reply, messages[at + length - 1]):
             return 0
-        return length if self._same(node.messages, messages[at:]) else 0
+        return length if self._same(node.messages, messages[at : at + length]) else 0
 
     def _same(self, stored: Messages, sent: Messages) -> bool:
         return len(sent) >= len(stored) and all(map(self._same_message, stored, sent))
 
     def _same_message(self, stored: ChatMessage, sent: ChatMessage) -> bool:
-        if stored == sent:
+        if stored is sent or stored == sent:
             return True
         if self.replay == "strict" or len(stored.tool_calls) != len(sent.tool_calls):
             return False

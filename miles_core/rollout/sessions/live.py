@@ -20,7 +20,7 @@ from miles_core.rollout.session import ContextOverflow, Renderer, refuse_endless
 from miles_core.rollout.sessions.assembly import Row, assemble
 from miles_core.rollout.sessions.errors import BadMessages, Conflict, ContextFull, EngineFailed, NoSession
 from miles_core.rollout.sessions.history import Attachment, History, Kind, Replay, Sampled
-from miles_core.rollout.sessions.messages import ChatRequest, as_json, completion
+from miles_core.rollout.sessions.messages import ChatRequest, RequestReader, as_json, completion
 from miles_core.rollout.sessions.transcript import mismatches
 
 
@@ -109,6 +109,7 @@ class LiveSession:
     ) -> None:
         self.session_id, self.key, self.spec = session_id, key, spec
         self.history = History(spec.kind, spec.replay)
+        self.reader = RequestReader(spec.temperature)
         self.pace = Pace(monotonic)
         self.is_closed = False
         self.limit = ""

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from miles_core.rollout.chat import ChatMessage, ToolCall, Tools, clean_text
@@ -44,8 +45,28 @@ class ChatRequest:
     stream: bool
 
 
-def read_request(body: Any, temperature: float) -> ChatRequest:
-    """Raises BadMessages with the field and what to do."""
+class RequestReader:
+    """Reads the requests of one session. Each repeats the whole conversation, so what it begins with like the one before is not
+    read again: a late turn costs what an early one did."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._sent: list[Any] = []
+        self._understood: tuple[ChatMessage, ...] = ()
+
+    def read(self, body: Any) -> ChatRequest:
+        """`body`: decoded JSON that nobody changes afterwards. Raises BadMessages with the field and what to do."""
+        limit = _check_fields(body, self._temperature)
+        sent = body["messages"]
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._sent, sent, strict=False)))
+        behind = tuple(_message(number, found) for number, found in enumerate(sent[same:], same))
+        request = ChatRequest((*self._understood[:same], *behind), _tools(body.get("tools")), limit, bool(body.get("stream")))
+        self._sent, self._understood = sent, request.messages
+        return request
+
+
+def _check_fields(body: Any, temperature: float) -> int | None:
+    """The request's limit of new tokens."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise BadMessages("the body is a JSON object with a list `messages`, as for OpenAI's chat completions")
     for name, value in body.items():
@@ -59,8 +80,7 @@ def read_request(body: Any, temperature: float) -> ChatRequest:
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise BadMessages(f"max_tokens: {limit!r} is not a number of tokens; give 1 or more, or leave it out")
-    messages = tuple(_message(number, found) for number, found in enumerate(body["messages"]))
-    return ChatRequest(messages, _tools(body.get("tools")), limit, bool(body.get("stream")))
+    return limit
 
 
 def _message(number: int, found: Any) -> ChatMessage:

@@ -29,7 +29,7 @@ from miles_core.rollout.session import Renderer
 from miles_core.rollout.sessions.door import EngineDoor
 from miles_core.rollout.sessions.errors import BadMessages, EngineFailed, NoKey, NoSession, SessionError
 from miles_core.rollout.sessions.live import LiveSession, SessionSpec
-from miles_core.rollout.sessions.messages import as_stream, read_request
+from miles_core.rollout.sessions.messages import as_stream
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
@@ -209,7 +209,7 @@ class SessionServer:
             body = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise BadMessages(f"the body is no JSON: {error}") from error
-        understood = read_request(body, session.spec.temperature)
+        understood = session.reader.read(body)
         answer = await self._turn(session, understood)
         if not understood.stream:
             return web.json_response(answer)
