@@ -77,7 +77,8 @@ lint: install
 record: install
 	@$(BIN)/python benchmarks/record.py
 
-record-smollm2: install models
+record-smollm2: install models tools
+	@$(BIN)/miles devslurm up
 	@$(BIN)/python benchmarks/smollm2.py
 
 clean:

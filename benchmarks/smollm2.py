@@ -1,7 +1,7 @@
 """Does a real language model learn on two cores? SmolLM2-135M, two recipes, full and LoRA, three seeds; smollm2.json beside it.
 
-    make record-smollm2        all 12 runs, and one on two-digit numbers, one at a time: about two hours
-    .venv/bin/python benchmarks/smollm2.py smollm2/0 smollm2_needle+lora/2      these alone
+    make record-smollm2        all 12 runs, one on two-digit numbers, and two on a Slurm cluster, one at a time: about two hours
+    .venv/bin/python benchmarks/smollm2.py smollm2/0 smollm2_needle+lora/2@devslurm      these alone
     .venv/bin/python benchmarks/smollm2.py smollm2/0 --output /tmp/dry.json --set steps=2 --set evaluation.problems=8
 
 The file is written behind every run, and a run that it has is not made again: who breaks off goes on there. Greedy on 512
@@ -39,6 +39,7 @@ from miles_core.tracking.metrics import read_metrics
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "smollm2.json"
 LORA = ("model.lora={rank: 16, alpha: 32}", "learner.lr=3e-4")
+ON_SLURM = ("smollm2/0@devslurm", "smollm2_needle+lora/0@devslurm")
 TWO_DIGITS = "environment.options={min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2}"
 LIMIT_S = 900.0
 GIVE_UP_S = 4 * LIMIT_S
@@ -88,19 +89,20 @@ def folder_of_a_run() -> Iterator[Path]:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def record(case: Case, settings: list[str]) -> dict[str, Any]:
+def record(case: Case, cluster: str, settings: list[str]) -> dict[str, Any]:
     """Makes a run and returns its figures. Raises CalledProcessError, TimeoutExpired."""
     with folder_of_a_run() as root:
         load, began = round(os.getloadavg()[0], 2), time.monotonic()
-        miles(root, "run", case.recipe, "--run-id", "run", *options(settings), timeout=GIVE_UP_S)
+        miles(root, "run", case.recipe, "--run-id", "run", "--cluster", cluster, *options(settings), timeout=GIVE_UP_S)
         wall_s = round(time.monotonic() - began, 1)
         verified = miles(root, "verify", "run", check=False) == 0
         figures = figures_of(root / "run")
         if case.goal is None:
             figures["gain"] = gain(root, case, settings, figures["problems"])
     risen = figures["greedy"][-1] >= case.goal if case.goal is not None else figures["gain"]["low"] > 0
-    return {"settings": settings, "reached": risen and verified and wall_s <= LIMIT_S, "wall_s": wall_s, "load_before": load,
-            "load_after": round(os.getloadavg()[0], 2), "verify_ok": verified, "machine": machine(), **figures}  # fmt: skip
+    return {"settings": settings, "cluster": cluster, "reached": risen and verified and wall_s <= LIMIT_S, "wall_s": wall_s,
+            "load_before": load, "load_after": round(os.getloadavg()[0], 2), "verify_ok": verified, "machine": machine(),
+            **figures}  # fmt: skip
 
 
 def options(settings: list[str]) -> list[str]:
@@ -153,48 +155,48 @@ def save(output: Path, runs: dict[str, Any]) -> None:
     temp.replace(output)
 
 
-def wanted(parser: argparse.ArgumentParser, names: list[str], more: list[str]) -> dict[str, tuple[Case, list[str]]]:
-    """What each name stands for, with its settings."""
+def wanted(parser: argparse.ArgumentParser, names: list[str], more: list[str]) -> dict[str, tuple[Case, str, list[str]]]:
+    """What each name stands for: its case, cluster and settings."""
     found = {}
-    for name in names or [f"{case}/{seed}" for case in CASES for seed in CASES[case].seeds]:
-        parts = re.fullmatch(r"(.+)/(\d+)", name)
+    for name in names or [*(f"{case}/{seed}" for case in CASES for seed in CASES[case].seeds), *ON_SLURM]:
+        parts = re.fullmatch(r"(.+)/(\d+)(?:@(\w+))?", name)
         if parts is None or parts[1] not in CASES:
-            parser.error(f"{name!r}: write case/seed, the case one of {', '.join(CASES)}")
+            parser.error(f"{name!r}: write case/seed or case/seed@cluster, the case one of {', '.join(CASES)}")
         case = CASES[parts[1]]
-        found[name] = case, [f"seed={parts[2]}", *case.settings, *more]
+        found[name] = case, parts[3] or "local", [f"seed={parts[2]}", *case.settings, *more]
     return found
 
 
 def show(name: str, row: dict[str, Any]) -> None:
     spent = sum(value for part, value in row["median_step_s"].items() if part != "wait_s")
     last = statistics.mean(row["reward"][-5:])
-    print(f"{name:22} {row['greedy'][0]:.3f} -> {row['greedy'][-1]:.3f}   {last:<14.3f} {row['wall_s']:<8} {spent:<18.2f} "
+    print(f"{name:30} {row['greedy'][0]:.3f} -> {row['greedy'][-1]:.3f}   {last:<14.3f} {row['wall_s']:<8} {spent:<18.2f} "
           f"{row['verify_ok']!s:7} {row.get('gain', '')}")  # fmt: skip
 
 
 def main() -> int:
     """Makes what is missing; prints a table. 0 if all runs reached their goals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="case/seed; all by default")
+    parser.add_argument("names", nargs="*", help="case/seed or case/seed@cluster; all by default")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a setting of these runs, kept with them")
     parser.add_argument("--output", type=Path, default=RESULT, help="file of the results, read and written")
     arguments = parser.parse_args()
     output: Path = arguments.output
     asked = wanted(parser, arguments.names, arguments.set)
     runs: dict[str, Any] = json.loads(output.read_text())["runs"] if output.exists() else {}
-    for name, (_, settings) in asked.items():
+    for name, (_, _, settings) in asked.items():
         if name in runs and runs[name]["settings"] != settings:
             parser.error(f"{output} has {name} with {runs[name]['settings']}, asked is {settings}; name another --output")
-    for name, (case, settings) in asked.items():
+    for name, (case, cluster, settings) in asked.items():
         if name in runs:
             continue
         try:
-            runs[name] = record(case, settings)
+            runs[name] = record(case, cluster, settings)
         except (subprocess.SubprocessError, OSError) as error:
             print(f"{name} failed: {error}", file=sys.stderr)
             continue
         save(output, runs)
-    print(f"{'run':22} {'greedy':16} {'reward last 5':14} {'wall s':8} {'learner s a step':18} {'verify':7} gain")
+    print(f"{'run':30} {'greedy':16} {'reward last 5':14} {'wall s':8} {'learner s a step':18} {'verify':7} gain")
     for name in filter(runs.__contains__, asked):
         show(name, runs[name])
     return 0 if all(name in runs and runs[name]["reached"] for name in asked) else 1
