@@ -21,6 +21,7 @@ from cluster.epoch import read_closed, supervisor_context, take_epoch
 from cluster.job_spec import live_jobs, make_job_spec
 from cluster.own_code import unloadable
 from cluster.profile import ClusterProfile, short_lead
+from cluster.sandboxes import open_sandbox
 from cluster.saves import measured_saves_s, unfit_save
 from cluster.scheduler import Scheduler
 from cluster.schedulers import make_scheduler
@@ -103,7 +104,12 @@ def check_scripts(run: RunConfig, paths: RunPaths, profile: ClusterProfile, sche
         log.warning(warning)
     check_engines(run.recipe, profile)
     measured_s = measured_saves_s(paths.metrics("learner-0", 1).parent)
-    for fault in (unfit_save(profile, run.recipe, paths.base_model, measured_s), unloadable(run.recipe, profile, paths.code)):
+    faults = (
+        unfit_save(profile, run.recipe, paths.base_model, measured_s),
+        unloadable(run.recipe, profile, paths.code),
+        open_sandbox(run.recipe, profile),
+    )
+    for fault in faults:
         if fault and not _may_live(run, scheduler):
             raise RecipeError(fault)
         if fault:

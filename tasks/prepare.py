@@ -24,7 +24,9 @@ from cluster.epoch import check_same_cluster
 from cluster.profile import ClusterProfile
 from miles_core.base_model import model_files, weights_digest
 from miles_core.environments.registry import check_environment
+from miles_core.environments.terminal_task import FAMILY as TERMINAL
 from miles_core.errors import RecipeError, RunDirectoryError
+from miles_core.grading.terminal import check_deadline
 from miles_core.paths import RunPaths, check_trusted
 from miles_core.recipe import EnvironmentSpec, Recipe
 from miles_core.records import FileDigest
@@ -74,6 +76,8 @@ def ensure_base_model(recipe: Recipe) -> Path:
     Raises RecipeError, for tasks too.
     """
     check_environment(recipe.environment)
+    if recipe.environment.family == TERMINAL:
+        check_deadline(recipe.grader.deadline_s)
     folder = _base_model(recipe)
     if recipe.model.chat is not None:
         check_family(folder, recipe.model.chat)

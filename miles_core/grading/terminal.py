@@ -26,10 +26,11 @@ from typing import Any
 from miles_core.environments.sandbox import Result, Sandbox, SandboxBroken, sweep
 from miles_core.environments.terminal import LIMITS, check_sandbox
 from miles_core.environments.terminal_task import CHECK_FILE, FAMILY, Task, TaskSource
+from miles_core.errors import RecipeError
 from miles_core.recipe import EnvironmentSpec
 
 DEADLINE_S = 4.0
-"""All checks of one folder together; TRIES of them fit into the default of grader.deadline_s."""
+"""All checks of one folder together."""
 TRIES = 2
 """A script that runs out of time is judged once more: the machine may have stood still."""
 ROOM = replace(LIMITS, files=2 * LIMITS.files, disk_bytes=2 * LIMITS.disk_bytes)
@@ -38,6 +39,15 @@ REMEMBERED = 16384
 """Folders."""
 
 log = logging.getLogger("miles")
+
+
+def check_deadline(deadline_s: float) -> None:
+    """Raises RecipeError where a folder that is slow to judge would be given no grade instead of none of its reward."""
+    if deadline_s < TRIES * DEADLINE_S:
+        raise RecipeError(
+            f"grader.deadline_s={deadline_s:g}: a folder of {FAMILY} is judged up to {TRIES} times, {DEADLINE_S:g} s each; set "
+            f"it to {TRIES * DEADLINE_S:g} or more"
+        )
 
 
 class TerminalVerifier:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from cluster.profile import ClusterProfile
+from cluster.sandboxes import open_sandbox
 from miles_core.environments import terminal as environment
 from miles_core.environments.sandbox import Result, Sandbox, SandboxBroken
 from miles_core.environments.sandbox_kind import candidates
@@ -15,8 +17,9 @@ from miles_core.environments.terminal_task import Task, TaskSource
 from miles_core.errors import RecipeError
 from miles_core.grading import terminal
 from miles_core.grading.rules import make_verifier
-from miles_core.grading.terminal import TerminalVerifier, passes
-from miles_core.recipe import EnvironmentSpec
+from miles_core.grading.terminal import TerminalVerifier, check_deadline, passes
+from miles_core.recipe import EnvironmentSpec, load_recipe
+from tasks.prepare import ensure_base_model
 from tests.unit.terminal_world import boxes, call, environment_of, first_of_each_kind, play, spec_of
 
 
@@ -180,6 +183,27 @@ def test_nothing_is_run_where_the_sandbox_is_open(
         else:
             with pytest.raises(RecipeError, match=f"{name}.*Install bubblewrap"):
                 make(spec_of(1))
+
+
+def profile(**fields: Any) -> ClusterProfile:
+    return ClusterProfile.model_validate({"name": "here", **fields})
+
+
+def test_an_open_sandbox_is_told_before_anything_is_submitted_to_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {kind.is_closed: kind for kind in candidates()}
+    for is_closed, kind in kinds.items():
+        monkeypatch.setattr(environment, "sandbox_kind", lambda kind=kind: kind)
+        for here in (profile(kind="local"), profile(kind="slurm", slurm={"devslurm": "/tmp/devslurm"})):
+            fault = open_sandbox(load_recipe("terminal"), here)
+            assert fault is None if is_closed else "Install bubblewrap" in str(fault)
+        assert open_sandbox(load_recipe("terminal"), profile(kind="slurm")) is None, "the nodes of a cluster are other machines"
+        assert open_sandbox(load_recipe("shell_puzzle"), profile(kind="local")) is None
+
+
+def test_a_grader_that_has_less_time_than_a_folder_takes_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"grader.deadline_s=7: .*set it to 8 or more"):
+        ensure_base_model(load_recipe("terminal", ("grader.deadline_s=7",)))
+    check_deadline(8.0)
 
 
 def test_a_folder_as_full_as_an_agents_may_be_is_judged() -> None:
