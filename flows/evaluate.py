@@ -18,8 +18,7 @@ from prefect.logging.loggers import flow_run_logger
 
 from cluster.profile import load_cluster
 from flows.evaluating import Asked, question_of, result_text
-from flows.prefect_report import API_ERRORS, artifact_key
-from flows.train import is_cancelled
+from flows.prefect_report import API_ERRORS, artifact_key, is_cancelled
 from miles_core.errors import MilesError
 from tasks.evaluate import as_json, cancel, ensure_folder, ensure_result, folder_of
 

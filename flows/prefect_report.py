@@ -1,5 +1,6 @@
-"""What Prefect is told of a run: events, artifacts, the flow run's name, tags and labels. All of it best effort.
+"""What Prefect is told of a run: events, artifacts, the flow run's name, tags and labels; and whether it was cancelled there.
 
+All of it best effort. A cancellation is looked for, because who should bring it, the worker, gives up when the server was away.
 The supervisor's loop never waits for the API: calls are made in order by a thread of their own, and one that fails, hangs or
 finds no place costs a log line. The run directory tells the same, and is the truth.
 """
@@ -23,6 +24,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.events import emit_event
 from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
@@ -30,7 +32,7 @@ from prefect.runtime import flow_run
 from cluster.epoch import WRITER, supervisor_context
 from cluster.supervise import Progress
 from flows.display import summary_text
-from flows.launch import Hooks
+from flows.launch import Hooks, request_cancel
 from miles_core.errors import MilesError
 from miles_core.paths import RunPaths
 from miles_core.records import Incident, Intent, RunClosed, Submitted, split_writer
@@ -48,6 +50,20 @@ EVENTS = {"role_lost", "role_replaced", "role_stalled", "node_down", "nodes_lost
 _REPORT_EVERY_S = 30.0
 _CLOSE_DEADLINE_S = 20.0
 _MAX_WAITING = 100
+
+
+def is_cancelled(run: FlowRun) -> bool:
+    """Somebody cancelled this flow run, says the server."""
+    return run.state is not None and (run.state.is_cancelling() or run.state.is_cancelled())
+
+
+def this_is_cancelled() -> bool:
+    """Whether the flow run that this process executes was cancelled; false outside of one. Raises API_ERRORS."""
+    run_id = flow_run.get_id()
+    if run_id is None:
+        return False
+    with get_client(sync_client=True) as client:
+        return is_cancelled(client.read_flow_run(UUID(run_id)))
 
 
 class Teller:
@@ -116,6 +132,7 @@ class PrefectReporter:
         self._reported_at, self._reported_step = progress.seconds, progress.step
         self._log.info("step %s/%s reward=%s", progress.step, progress.steps, progress.mean_reward)
         self._teller.tell(lambda: self._show_progress(100.0 * progress.step / progress.steps))
+        self._teller.tell(self._obey_cancellation)
         if self._is_table_due and progress.seconds >= _REPORT_EVERY_S:
             self._is_table_due = False
             self._teller.tell(self._show_jobs)
@@ -147,6 +164,11 @@ class PrefectReporter:
         with get_client(sync_client=True) as client:
             client.update_flow_run_labels(UUID(run_id), {RUN_DIR_LABEL: str(self._paths.root.resolve())})
             client.update_flow_run(UUID(run_id), name=flow_run_name(self._run), tags=sorted(tags))
+
+    def _obey_cancellation(self) -> None:
+        if not self._paths.cancel_request.exists() and this_is_cancelled():
+            log.warning("this flow run was cancelled: ending run %s", self._run.run_id)
+            request_cancel(self._paths)
 
     def _emit(self, what: str, payload: dict[str, Any]) -> None:
         resource = {"prefect.resource.id": f"miles.run.{self._run.run_id}", "prefect.resource.name": self._run.run_id}

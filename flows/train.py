@@ -5,7 +5,7 @@ lost role that could not be replaced (NodesLost) costs no other role anything. A
 
 How a flow process ends, and what becomes of the jobs:
 - cancelled in Prefect: it asks the run to end, and cancels its jobs in the time that Prefect leaves it; what it does not
-  manage the reap flow does.
+  manage the reap flow does. Where no worker brings the cancellation the reporter finds it (prefect_report.py).
 - TERM or INT from anybody else (a worker that is restarted, a node that goes down): the flow run is Crashed, the jobs go on.
 - killed: the jobs go on; the same flow again, or `resume`, adopts them.
 - drained (`miles drain`): no job is left, the flow run is Completed and named Drained. A flow that is started then goes on
@@ -18,7 +18,6 @@ import logging
 import signal
 from pathlib import Path
 from typing import Any, NoReturn
-from uuid import UUID
 
 from prefect import flow, get_run_logger, task
 from prefect.client.orchestration import get_client
@@ -27,13 +26,13 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.flows import Flow
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from cluster.epoch import read_closed
 from cluster.profile import ClusterProfile, load_cluster
 from flows.launch import request_cancel, supervise
 from flows.limits import LimitedScheduler
-from flows.prefect_report import API_ERRORS, RUN_DIR_LABEL, PrefectReporter
+from flows.prefect_report import API_ERRORS, RUN_DIR_LABEL, PrefectReporter, is_cancelled, this_is_cancelled
 from miles_core.errors import MilesError
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe, load_recipe
@@ -103,7 +102,8 @@ def train_run(recipe: Recipe, profile: ClusterProfile, run_id: str) -> str | Sta
 
 
 def host(run: RunConfig, paths: RunPaths, profile: ClusterProfile, *, go_on: bool) -> str | State[None]:
-    """Supervises a prepared run in this flow run; returns its directory, or Completed, named Drained, if it was drained.
+    """Supervises a prepared run in this flow run; returns its directory, or Completed, named Drained, if it was drained, or
+    Cancelled where the flow run was.
 
     `go_on` takes up a run that was drained before. Raises MilesError unless it COMPLETED.
     """
@@ -118,14 +118,11 @@ def host(run: RunConfig, paths: RunPaths, profile: ClusterProfile, *, go_on: boo
             logger.info(message)
             return Completed(name="Drained", message=message)
         reporter.closed(closed, write_summary(run, paths))
+    if closed.state == "CANCELLED" and _this_is_cancelled():
+        return Cancelled(message=closed.detail)
     if closed.state != "COMPLETED":
         raise MilesError(f"run {run.run_id} ended as {closed.state}: {closed.detail}")
     return str(paths.root)
-
-
-def is_cancelled(run: FlowRun) -> bool:
-    """Somebody cancelled this flow run, says the server."""
-    return run.state is not None and (run.state.is_cancelling() or run.state.is_cancelled())
 
 
 def _leave(paths: RunPaths, profile: ClusterProfile, reporter: PrefectReporter) -> NoReturn:
@@ -142,12 +139,8 @@ def _leave(paths: RunPaths, profile: ClusterProfile, reporter: PrefectReporter) 
 
 
 def _this_is_cancelled() -> bool:
-    run_id = flow_run.get_id()
-    if run_id is None:
-        return False
     try:
-        with get_client(sync_client=True) as client:
-            return is_cancelled(client.read_flow_run(UUID(run_id)))
+        return this_is_cancelled()
     except API_ERRORS as error:
         log.warning("whether this flow run was cancelled is not known, so the jobs go on: %s", error)
         return False

@@ -191,7 +191,6 @@ def test_automations_are_made_once(site: Site) -> None:
 
 
 def test_the_second_nightly_skips_itself_and_the_first_outlives_a_server_that_is_away_for_a_minute(site: Site) -> None:
-    """The last one here: a worker that missed its server no longer notices cancels (docs/prefect.md)."""
     values = {"recipe": "chain_sum", "cluster": str(site.cluster), "settings": SLOW}
     first = site.start("nightly/nightly", **values)
     wait_for("the first nightly's supervisor", lambda: list(site.runs.glob("chain_sum-*/leases/supervisor-0.a1")), 120)
@@ -217,3 +216,16 @@ def test_the_second_nightly_skips_itself_and_the_first_outlives_a_server_that_is
     assert str(root / "reports" / "index.html") in summary["data"]
     jobs = json.loads(site.artifacts(f"run-{root.name.replace('_', '-')}-jobs")[-1]["data"])
     assert {(row["role"], row["attempt"]) for row in jobs} >= {("learner", 1), ("orchestrator", 1)}
+
+
+def test_a_worker_that_missed_its_server_brings_no_cancellation_and_the_flow_finds_it(site: Site) -> None:
+    """The last one here: the worker is not restarted."""
+    site.server.stop()
+    wait_for("the worker to give up", lambda: "cancellation will fail" in (site.folder / "worker.log").read_text(), 120)
+    site.server.start()
+    with SleepingRun(site.runs, "late", lease_s=5) as late:
+        resumed = site.start("resume/resume", run=str(late.paths.root))
+        wait_for("all roles", lambda: late.running_jobs() == {(writer, 1) for writer in all_writers(late.run.recipe)}, 120)
+        prefect(site.env, "flow-run", "cancel", resumed)
+        assert site.ended(resumed)["state_type"] == "CANCELLED"
+        assert not late.live_jobs()
