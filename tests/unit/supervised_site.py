@@ -100,6 +100,7 @@ class Site:
         self.paths = RunPaths(folder)
         for path in (self.paths.leases, self.paths.heartbeats, self.paths.done("x").parent, self.paths.cancel_request.parent):
             path.mkdir(parents=True)
+        self.paths.run_file.write_text(self.run.model_dump_json())
         self.writers = all_writers(self.run.recipe)
         self.silent: set[tuple[str, int]] = set()
         """Attempts without a heartbeat."""

@@ -1,0 +1,55 @@
+"""A supervisor whose run directory goes: it waits for one that comes back, and says so where it does not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.supervise import GONE_LEASES
+from miles_core.errors import RunDirectoryError
+from tests.protocol.simulation import TIMING
+from tests.unit.supervised_site import Site
+
+GONE_S = GONE_LEASES * TIMING.lease_s
+
+
+def hide(site: Site) -> Path:
+    """As if its filesystem were not mounted."""
+    hidden = site.paths.root.with_name("hidden")
+    site.paths.root.rename(hidden)
+    site.move = lambda: None  # type: ignore[method-assign]
+    return hidden
+
+
+def test_a_run_that_was_deleted_ends_its_supervisor_which_names_the_jobs(tmp_path: Path) -> None:
+    site = Site(tmp_path / "run")
+    site.start_all()
+    supervisor = site.supervisor()
+    site.run_for(supervisor, 5.0)
+    supervisor, began = site.supervisor(), site.clock()
+    hide(site)
+    ids = [job.job_id for job in site.jobs() if job.state == "RUNNING"]
+    with pytest.raises(RunDirectoryError, match="by hand") as error:
+        site.run_until(supervisor, lambda: False)
+    assert all(job_id in str(error.value) for job_id in ids) and GONE_S <= site.clock() - began < 2 * GONE_S
+    assert not any(command[0] == "scancel" for command in site.fake.commands), "a mount that is away on one node costs no job"
+
+
+def test_a_run_that_comes_back_in_time_goes_on(tmp_path: Path) -> None:
+    site = Site(tmp_path / "run")
+    site.start_all()
+    supervisor, move = site.supervisor(), site.move
+    until = site.clock() + GONE_S / 2
+    hidden = hide(site)
+
+    def is_over() -> bool:
+        if hidden.exists() and site.clock() >= until:
+            shutil.rmtree(site.paths.root)  # heartbeats made it anew
+            hidden.rename(site.paths.root)
+            site.move = move  # type: ignore[method-assign]
+        return site.clock() >= until + 2 * GONE_S
+
+    assert site.run_until(supervisor, is_over) is None
+    assert len(site.running()) == len(site.writers)
