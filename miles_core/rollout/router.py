@@ -10,7 +10,8 @@ was, with the same seed. A slot that it needs does not count as free, so nobody 
 more than HAND_ONS engines died under it, its turn ends with the reason `broken`. When no engine is left MilesError is raised:
 the replica ends, and the supervisor replaces it.
 
-Return: a dead engine is made again, later after every death, and serves when its weights have been verified (`mend`).
+Return: a dead engine is made again, later after every death, and serves when its weights have been verified (`mend`). Where
+engines step in threads it is made in one, too, and the others go on; the weights are loaded and verified between two steps.
 An engine that refuses (ValueError) is not dead. No token is told twice: a turn is told once, when it has ended.
 """
 
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -128,6 +130,8 @@ class RoutedEngine:
         self._counts_of_dead = Counts()
         self._deaths = self._handed_on = self._setbacks = 0
         self._mend_at = 0.0
+        self._made_again: tuple[int, Future[Member]] | None = None
+        """The engine that is being made in a thread, and its place."""
         self.version = self._living[0][1].version
 
     @property
@@ -348,18 +352,28 @@ class RoutedEngine:
 
     @property
     def is_mendable(self) -> bool:
-        """Whether a dead engine should be made again now."""
+        """Whether `mend` has something to do now."""
+        if self._made_again is not None:
+            return self._made_again[1].done()
         return None in self._engines and self._clock() >= self._mend_at
 
     def mend(self, verify: Callable[[Engine], None]) -> None:
-        """Makes a dead engine again. `verify` gives it the weights that the others have and raises unless they prove right.
+        """Makes a dead engine again, or begins to. `verify` gives it the weights that the others have and raises unless they
+        prove right.
 
-        It serves from then on; if anything fails it is tried again later. All others stand still meanwhile.
+        It serves from then on; if anything fails it is tried again later. All others stand still meanwhile, but for what is
+        done in a thread.
         """
-        index = self._engines.index(None)
+        index, make = self._engines.index(None), self._make
+        if self._threads is not None and self._made_again is None:
+            self._made_again = index, _in_thread(lambda: make(index))
+            return
+        if self._made_again is not None:
+            (index, future), self._made_again = self._made_again, None
+            make = lambda _: future.result()  # noqa: E731
         made: Member | None = None
         try:
-            made = self._make(index)
+            made = make(index)
             verify(made)
             if made.version != self.version:
                 raise MilesError(f"it has version {tuple(made.version)}, the others have {tuple(self.version)}")
@@ -382,6 +396,20 @@ class RoutedEngine:
         return {
             "engine_active": active, "engine_waiting": waiting, "engine_deaths": self._deaths, "handed_on": self._handed_on,
         }  # fmt: skip
+
+
+def _in_thread(make: Callable[[], Member]) -> Future[Member]:
+    """Of a thread that nobody waits for: a replica that ends meanwhile ends at once."""
+    future: Future[Member] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:  # noqa: BLE001 - raised by result() in the loop's thread
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="engine-made-again", daemon=True).start()
+    return future
 
 
 def _try_step(engine: Member) -> list[Finished] | Exception:

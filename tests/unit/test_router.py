@@ -4,6 +4,7 @@ wherever an engine dies."""
 from __future__ import annotations
 
 import dataclasses
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Finished, Request
 from miles_core.rollout.meter import MeteredEngine
 from miles_core.rollout.router import FIRST_MEND_S, HAND_ONS, RoutedEngine
+from tests.e2e.runs import wait_for
 from tests.protocol.faulty_fs import PROPERTY
 from tests.unit.session_world import ASK
 from tests.unit.session_world import World as SessionWorld
@@ -38,12 +40,20 @@ class Fleet:
     made: list[Toy] = field(default_factory=list)
     """All that ever were, in their order."""
     now: float = 0.0
+    may_make: threading.Event = field(default_factory=threading.Event)
+    """Engines that are made again wait for it."""
+    fault: Exception | None = None
+    """What making one again raises."""
 
     def __post_init__(self) -> None:
+        self.may_make.set()
         self.routed = RoutedEngine(self._make, self.engines, clock=lambda: self.now, **self.settings)
 
     def _make(self, index: int) -> Toy:
         is_first = len(self.made) < self.engines
+        if self.fault is not None:
+            raise self.fault
+        assert self.may_make.wait(30)
         self.made.append(Toy(self.slots, V0 if is_first else Version(-1, 0), f"engine {index}"))
         return self.made[-1]
 
@@ -255,6 +265,45 @@ def test_a_dead_engine_serves_again_when_its_weights_were_loaded_and_verified() 
     assert len(fleet.living) == 2 and fleet.made[3].version == V1 and not fleet.routed.is_mendable
     turns = {turn.session_key: turn for turn in finish(fleet.routed)}
     assert turns["a"].tokens.tolist() == turns["b"].tokens.tolist() and turns["a"].versions[-1] == V1
+
+
+def test_where_engines_step_in_threads_the_others_go_on_while_one_is_made_again() -> None:
+    fleet = Fleet(slots=1, settings={"is_parallel": True})
+    fleet.ask("a", limit=40, seed=1)
+    fleet.ask("b", limit=40, seed=1)
+    fleet.made[0].dies_at = "step"
+    fleet.routed.step()
+    fleet.now += FIRST_MEND_S
+    fleet.may_make.clear()
+    fleet.mend()
+    assert not fleet.routed.is_mendable and len(fleet.living) == 1
+    before = fleet.routed.running
+    fleet.routed.load_weights({"weights": 0.0}, V1)
+    fleet.routed.step()
+    assert before == fleet.routed.running == 1, "they go on"
+    fleet.may_make.set()
+    wait_for("the engine", lambda: fleet.routed.is_mendable, 30)
+    fleet.mend()
+    assert len(fleet.living) == 2 and fleet.made[2].version == V1
+    assert {turn.session_key for turn in finish(fleet.routed)} == {"a", "b"}
+
+
+def test_an_engine_that_cannot_be_made_in_its_thread_is_tried_again_later() -> None:
+    fleet = Fleet(settings={"is_parallel": True})
+    fleet.ask("a", limit=40, seed=1)
+    fleet.made[0].dies_at = "step"
+    fleet.routed.step()
+    fleet.now += FIRST_MEND_S
+    fleet.fault = OSError("no GPU")
+    fleet.mend()
+    wait_for("its failure", lambda: fleet.routed.is_mendable, 30)
+    fleet.mend()
+    assert not fleet.routed.is_mendable and len(fleet.living) == 1
+    fleet.fault, fleet.now = None, fleet.now + 2 * FIRST_MEND_S
+    fleet.mend()
+    wait_for("the engine", lambda: fleet.routed.is_mendable, 30)
+    fleet.mend()
+    assert len(fleet.living) == 2
 
 
 # --- whatever happens ------------------------------------------------------------------------------------------------
