@@ -4,11 +4,11 @@ Routing: a new session goes to the engine that samples the fewest turns and has 
 turns to the same one, where its keys and values are. Nothing is weighed again meanwhile: what a session has read there costs
 more to read again than an uneven load does.
 
-Death: an engine that raises is closed and takes no further part. What its turns had sampled stays, with logprobs and
-versions; a session that it held is read anew by another engine as soon as one has a free slot, and its turn goes on where it
-was, with the same seed. A slot that it needs does not count as free, so nobody new comes between. Where `hands_on` is off, or
-more than HAND_ONS engines died under it, its turn ends with the reason `broken`. When no engine is left MilesError is raised:
-the replica ends, and the supervisor replaces it.
+Death: an engine that raises, or in which weights are wrong that are right in another, is closed and takes no further part.
+What its turns had sampled stays, with logprobs and versions; a session that it held is read anew by another engine as soon as
+one has a free slot, and its turn goes on where it was, with the same seed. A slot that it needs does not count as free, so
+nobody new comes between. Where `hands_on` is off, or more than HAND_ONS engines died under it, its turn ends with the reason
+`broken`. When no engine is left MilesError is raised: the replica ends, and the supervisor replaces it.
 
 Return: a dead engine is made again, later after every death, and serves when its weights have been verified (`mend`). Where
 engines step in threads it is made in one, too, and the others go on; the weights are loaded and verified between two steps.
@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from miles_core.errors import MilesError, RunDirectoryError
+from miles_core.errors import DigestMismatch, MilesError, RunDirectoryError
 from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Engine, Finished, Member, Request
 
@@ -43,7 +43,6 @@ LONGEST_MEND_S = 600.0
 """A dead engine is made again after FIRST_MEND_S, twice as long after each further death or failure, but at most this."""
 
 log = logging.getLogger("miles")
-T = TypeVar("T")
 
 
 @dataclass
@@ -283,23 +282,35 @@ class RoutedEngine:
         self.version = Version(*version)
 
     def logprobs(self, token_lists: list[list[int]], temperature: float = 1.0) -> list[npt.NDArray[np.float32]]:
-        """As Engine, of the first engine that lives; `probes` has those of all."""
-        return self._each(lambda engine: engine.logprobs(token_lists, temperature))[0]
-
-    def probes(self, token_lists: list[list[int]]) -> list[list[npt.NDArray[np.float32]]]:
-        """`logprobs` of each engine: none may sample with new weights before those of all are right."""
-        return self._each(lambda engine: engine.logprobs(token_lists))
-
-    def _each(self, ask: Callable[[Member], T]) -> list[T]:
-        found = []
-        for index, engine in self._living:
+        """As Engine, of the first engine that lives."""
+        while True:
+            index, engine = self._living[0]
             try:
-                found.append(ask(engine))
+                return engine.logprobs(token_lists, temperature)
             except ValueError:
                 raise
             except Exception as error:  # noqa: BLE001 - as above
                 self._bury(index, error)
-        return found
+
+    def prove(self, check: Callable[[Engine], float]) -> float:
+        """The largest gap that `check` finds: none may sample with new weights before they are right in all.
+
+        An engine in which they are wrong (DigestMismatch) while they are right in another has died; what is wrong in all is
+        raised.
+        """
+        gaps, wrong = list[float](), list[tuple[int, DigestMismatch]]()
+        for index, engine in self._living:
+            try:
+                gaps.append(check(engine))
+            except DigestMismatch as error:
+                wrong.append((index, error))
+            except Exception as error:  # noqa: BLE001 - as above
+                self._bury(index, error)
+        if not gaps:
+            raise wrong[0][1]
+        for index, mismatch in wrong:
+            self._bury(index, mismatch)
+        return max(gaps)
 
     # --- death and return --------------------------------------------------------------------------------------------
 

@@ -80,8 +80,8 @@ class PolicyFeed:
     """Keeps the engine on the newest published version that was read, verified and probed.
 
     A version that cannot be read leaves the one in use alone. One whose probe fails is in the engine but must not sample:
-    then `version` is None until a version passes. Of several engines (`fleet`: what `engine` stands for) the probe of each must
-    hold; one that died and was made again gets the version in use, and serves when its probe holds.
+    then `version` is None until a version passes. Of several engines (`fleet`: what `engine` stands for) one whose
+    probe alone fails has died; one that died and was made again gets the version in use, and serves when its probe holds.
     """
 
     def __init__(
@@ -141,8 +141,11 @@ class PolicyFeed:
             raise DigestMismatch(f"{tuple(published.version)} does not fit the engine's model: {error}") from error
         self.version = None
         prompts = [list(prompt) for prompt in manifest.probe.prompts]
-        found = [self._engine.logprobs(prompts)] if self._fleet is None else self._fleet.probes(prompts)
-        gap = max(check_probe(manifest, logprobs) for logprobs in found)
+
+        def check(engine: Engine) -> float:
+            return check_probe(manifest, engine.logprobs(prompts))
+
+        gap = check(self._engine) if self._fleet is None else self._fleet.prove(check)
         self.version = published.version
         self._failing_since, self._retry_at, self._delay_s = None, 0.0, FIRST_RETRY_S
         log.info("serving version=%s probe_gap=%.2g", tuple(published.version), gap)

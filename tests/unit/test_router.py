@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.errors import MilesError
+from miles_core.errors import DigestMismatch, MilesError
 from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Finished, Request
 from miles_core.rollout.meter import MeteredEngine
@@ -74,6 +74,14 @@ class Fleet:
             assert engine.logprobs([[1, 2]])[0][0] == 0, "the probe"
 
         self.routed.mend(verify)
+
+
+def gap_of(engine: Any) -> float:
+    """A probe that expects 0."""
+    gap = float(engine.logprobs([[1, 2]])[0][0])
+    if gap:
+        raise DigestMismatch(f"wrong in {engine.name}")
+    return gap
 
 
 def where(fleet: Fleet, key: str) -> list[str]:
@@ -176,11 +184,30 @@ def test_an_engine_that_dies_is_closed_and_its_sessions_go_on_elsewhere(point: s
     if point == "load":
         fleet.routed.load_weights({"weights": 0.0}, V1)
     if point == "probe":
-        assert len(fleet.routed.probes([[1, 2]])) == 1
+        assert fleet.routed.prove(gap_of) == 0
     turns = {turn.session_key: turn for turn in finish(fleet.routed)}
     assert fleet.living == [fleet.made[1]] and fleet.made[0].is_closed and not fleet.made[0].misused
     assert {key: turn.tokens.tolist() for key, turn in turns.items()} == {key: toy_turn(r, 0) for key, r in asked.items()}
     assert all(turn.reason in ("end", "length") for turn in turns.values())
+
+
+def test_an_engine_that_alone_fails_the_probe_has_died_and_what_all_fail_is_the_versions_fault() -> None:
+    fleet = Fleet(engines=3, slots=6)
+    asked = {key: fleet.ask(key, (1, 2), 8, seed=number) for number, key in enumerate("abc")}
+    fleet.made[0].weights = 1.0
+    assert fleet.routed.prove(gap_of) == 0
+    assert fleet.living == fleet.made[1:] and fleet.made[0].is_closed
+    for toy in fleet.living:
+        toy.weights = 1.0
+    with pytest.raises(DigestMismatch, match="wrong in engine 1"):
+        fleet.routed.prove(gap_of)
+    assert fleet.living == fleet.made[1:], "the next version may be right"
+    fleet.made[1].dies_at = "probe"
+    with pytest.raises(DigestMismatch, match="wrong in engine 2"):
+        fleet.routed.prove(gap_of)
+    assert fleet.living == fleet.made[2:]
+    turns = {turn.session_key: turn.tokens.tolist() for turn in finish(fleet.routed)}
+    assert turns == {key: toy_turn(request, 0) for key, request in asked.items()}
 
 
 def test_a_turn_without_a_slot_waits_for_one_and_nobody_new_comes_between() -> None:
