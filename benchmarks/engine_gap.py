@@ -39,7 +39,12 @@ def measure(root: Path, engine: str, dtype: str) -> dict[str, Any]:
     for setting in (*SETTINGS, pool, f"rollout.dtype={dtype}"):
         command += ["--set", setting]
     environment = os.environ | {"PYTHONPATH": str(HERE.parent), "MILES_RUNS": str(root), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=root, env=environment, check=True, stdout=sys.stderr, timeout=1200)
+    try:
+        subprocess.run(command, cwd=root, env=environment, check=True, stdout=sys.stderr, timeout=1200)
+    except BaseException:
+        cancel = [sys.executable, "-m", "flows.cli", "cancel", name]
+        subprocess.run(cancel, cwd=root, env=environment, check=False, stdout=sys.stderr)
+        raise
     _, paths = read_run(root / name)
     points = [point for _, point in read_metrics(paths.metrics("learner-0", 1).parent.parent) if point["event"] == "step"]
     columns = ("logprob_gap_mean", "logprob_gap_max", "k3", "staleness", "tokens")

@@ -18,6 +18,6 @@ def open_sandbox(recipe: Recipe, profile: ClusterProfile) -> str | None:
         return None
     try:
         check_sandbox()
-    except RecipeError as error:
+    except (RecipeError, OSError) as error:
         return str(error)
     return None

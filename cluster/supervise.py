@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.collector import Collector
+from cluster.directory import DirectoryWatch
 from cluster.epoch import WRITER
 from cluster.evidence import Evidence
 from cluster.job_spec import log_tail, make_job_spec, token_of
@@ -42,7 +42,7 @@ from cluster.supervisor import (
     decide,
     is_suspended,
 )
-from miles_core.errors import DeadlineExceeded, LeaseLost, NeedsRollback, NodesLost, RunDirectoryError, SchedulerError
+from miles_core.errors import DeadlineExceeded, LeaseLost, NeedsRollback, NodesLost, SchedulerError
 from miles_core.paths import RunPaths
 from miles_core.records import Deletion, Drained, Incident, Intent, JobEnded, Rollback, RunClosed, Submitted
 from miles_core.run import RunConfig
@@ -58,8 +58,6 @@ _CANCEL_AGAIN_S = 10.0
 _BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 _SUBMIT_AGAIN_S = (15.0, 30.0, 60.0)
 """Long enough for a controller that took a submission without saying so to list the job."""
-GONE_LEASES = 4
-"""A run directory that is missing for so many lease_s is gone."""
 _NAP_S = 1.0
 """A request to leave or to cancel is noticed within this time."""
 
@@ -100,6 +98,7 @@ class Supervisor:
         self.roles = self.evidence.roles
         self.collector = Collector(context, self._record)
         self._saves = SaveWatch(self.paths.metrics("learner-0", 1).parent, profile.slurm.signal_lead_s)
+        self._directory = DirectoryWatch(self.paths, profile, context.timing.lease_s, context.clock)
         self._on_progress, self._on_incident, self._on_poll = on_progress, on_incident, on_poll
         self._unreachable_s = unreachable_s
         self._exclusions = Exclusions(profile.exclude_s, profile.exclude_max)
@@ -114,7 +113,7 @@ class Supervisor:
         """The scheduler did not take a submission in this tick; the next ones wait."""
         self._has_lost = False
         """The last decision found a role lost."""
-        self._started_at = self._seen_at = context.clock()
+        self._started_at = context.clock()
 
     def run(self) -> Outcome | None:
         """Until the run is over or drained, or (None) until context.leave is set.
@@ -130,7 +129,7 @@ class Supervisor:
                     return closed
                 self._sleep_one_tick()
             # A lost lease sets `leave`, too.
-            self.context.before_write()
+            self.evidence.troubles.attempt("leases", self.context.before_write)
             return None
         finally:
             self._release()
@@ -139,7 +138,7 @@ class Supervisor:
         """One round: evidence, decision, actions."""
         self.evidence.observe()
         self._check_reachable()
-        self._check_there()
+        self._directory.check(self.evidence.troubles.attempt("run.json", self._directory.is_there), self.evidence.snapshot)
         try:
             closed = self.evidence.troubles.attempt("run directory", self._act)
         finally:
@@ -227,20 +226,6 @@ class Supervisor:
             f"the scheduler of run {self.run_config.run_id} has not answered for {self._unreachable_s:g} s: "
             f"{self.evidence.snapshot.error}"
         )
-
-    def _check_there(self) -> None:
-        """A directory that was deleted does not come back; one that a mount hides for a moment does."""
-        is_there = self.evidence.troubles.attempt("the run directory", self.paths.run_file.exists)
-        if is_there is not False:
-            self._seen_at = self.context.clock()
-        elif self.context.clock() - self._seen_at >= GONE_LEASES * self.context.timing.lease_s:
-            live = self.evidence.live_jobs()
-            left = f"cancel what is left of its jobs by hand ({', '.join(live)})" if live else "no job of it is listed"
-            raise RunDirectoryError(
-                f"{self.paths.run_file} has not been there for {GONE_LEASES * self.context.timing.lease_s:g} s, seen from "
-                f"{platform.node()}: nothing of run {self.run_config.run_id} can be decided or recorded. If a mount is away, "
-                f"`miles resume {self.paths.root}` goes on when it is back; if the run was deleted, {left}"
-            )
 
     def _sleep_one_tick(self) -> None:
         """Sleeps until the next query; heartbeats are observed in between, so that a long pause is no gap (I4)."""

@@ -166,7 +166,8 @@ class PrefectReporter:
             client.update_flow_run(UUID(run_id), name=flow_run_name(self._run), tags=sorted(tags))
 
     def _obey_cancellation(self) -> None:
-        if not self._paths.cancel_request.exists() and this_is_cancelled():
+        is_open = self._paths.run_file.exists() and not self._paths.cancel_request.exists()
+        if is_open and this_is_cancelled():
             log.warning("this flow run was cancelled: ending run %s", self._run.run_id)
             request_cancel(self._paths)
 

@@ -26,14 +26,14 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.flows import Flow
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Completed
+from prefect.states import Cancelled, Completed, Crashed
 
 from cluster.epoch import read_closed
 from cluster.profile import ClusterProfile, load_cluster
 from flows.launch import request_cancel, supervise
 from flows.limits import LimitedScheduler
 from flows.prefect_report import API_ERRORS, RUN_DIR_LABEL, PrefectReporter, is_cancelled, this_is_cancelled
-from miles_core.errors import MilesError
+from miles_core.errors import MilesError, RunDirectoryError
 from miles_core.paths import RunPaths
 from miles_core.recipe import Recipe, load_recipe
 from miles_core.records import Drained, RunClosed
@@ -103,14 +103,20 @@ def train_run(recipe: Recipe, profile: ClusterProfile, run_id: str) -> str | Sta
 
 def host(run: RunConfig, paths: RunPaths, profile: ClusterProfile, *, go_on: bool) -> str | State[None]:
     """Supervises a prepared run in this flow run; returns its directory, or Completed, named Drained, if it was drained, or
-    Cancelled where the flow run was.
+    Cancelled where the flow run was, or Crashed where the directory is gone.
 
     `go_on` takes up a run that was drained before. Raises MilesError unless it COMPLETED.
     """
     logger = get_run_logger()
     logger.info("run directory %s", paths.root)
     with PrefectReporter(run, paths, logger) as reporter:
-        closed = supervise(paths, profile, reporter.hooks, around=LimitedScheduler, go_on=go_on)
+        try:
+            closed = supervise(paths, profile, reporter.hooks, around=LimitedScheduler, go_on=go_on)
+        except RunDirectoryError as error:
+            if paths.run_file.exists():
+                raise
+            # A flow that fails is tried again, and would make the run anew beside its jobs.
+            return Crashed(message=str(error))
         if closed is None:
             _leave(paths, profile, reporter)
         if isinstance(closed, Drained):

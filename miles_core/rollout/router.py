@@ -42,6 +42,9 @@ FIRST_MEND_S = 10.0
 LONGEST_MEND_S = 600.0
 """A dead engine is made again after FIRST_MEND_S, twice as long after each further death or failure, but at most this."""
 
+LONGEST_MAKING_S = 1800.0
+"""An engine that takes longer to start will not."""
+
 log = logging.getLogger("miles")
 
 
@@ -129,8 +132,8 @@ class RoutedEngine:
         self._counts_of_dead = Counts()
         self._deaths = self._handed_on = self._setbacks = 0
         self._mend_at = 0.0
-        self._made_again: tuple[int, Future[Member]] | None = None
-        """The engine that is being made in a thread, and its place."""
+        self._made_again: tuple[int, float, Future[Member]] | None = None
+        """Place of the engine that is being made in a thread, since when, and itself."""
         self.version = self._living[0][1].version
 
     @property
@@ -304,6 +307,8 @@ class RoutedEngine:
                 gaps.append(check(engine))
             except DigestMismatch as error:
                 wrong.append((index, error))
+            except ValueError:
+                raise
             except Exception as error:  # noqa: BLE001 - as above
                 self._bury(index, error)
         if not gaps:
@@ -365,7 +370,8 @@ class RoutedEngine:
     def is_mendable(self) -> bool:
         """Whether `mend` has something to do now."""
         if self._made_again is not None:
-            return self._made_again[1].done()
+            _, since, future = self._made_again
+            return future.done() or self._clock() - since > LONGEST_MAKING_S
         return None in self._engines and self._clock() >= self._mend_at
 
     def mend(self, verify: Callable[[Engine], None]) -> None:
@@ -373,15 +379,20 @@ class RoutedEngine:
         prove right.
 
         It serves from then on; if anything fails it is tried again later. All others stand still meanwhile, but for what is
-        done in a thread.
+        done in a thread; one that is not made within LONGEST_MAKING_S is a MilesError.
         """
         index, make = self._engines.index(None), self._make
         if self._threads is not None and self._made_again is None:
-            self._made_again = index, _in_thread(lambda: make(index))
+            self._made_again = index, self._clock(), _in_thread(lambda: make(index))
             return
         if self._made_again is not None:
-            (index, future), self._made_again = self._made_again, None
-            make = lambda _: future.result()  # noqa: E731
+            index, since, future = self._made_again
+            if not future.done():
+                raise MilesError(
+                    f"engine {index} was not made again within {self._clock() - since:.0f} s: its GPU, its driver or the "
+                    f"filesystem hangs. The replica ends and is replaced"
+                )
+            self._made_again, make = None, lambda _: future.result()
         made: Member | None = None
         try:
             made = make(index)

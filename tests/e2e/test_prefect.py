@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -180,6 +181,20 @@ def test_reap_ends_what_a_dead_run_left_and_nothing_else(site: Site) -> None:
             assert dead.live_jobs() == {("learner-0", 1)}
             assert site.ended(site.start("reap/reap", **values))["state_type"] == "COMPLETED"
         assert not dead.live_jobs() and live.live_jobs() == {("learner-0", 1)}
+
+
+def test_a_run_whose_directory_is_gone_is_not_made_anew_beside_its_jobs(site: Site) -> None:
+    with SleepingRun(site.runs, "gone", lease_s=5) as gone:
+        resumed = site.start("resume/resume", run=str(gone.paths.root))
+        wait_for("all roles", lambda: gone.running_jobs() == {(writer, 1) for writer in all_writers(gone.run.recipe)}, 120)
+        away = gone.paths.root.with_name("away")
+        gone.paths.root.rename(away)
+        try:
+            assert site.ended(resumed)["state_type"] == "CRASHED" and site.flow_run(resumed)["run_count"] == 1
+            assert not gone.paths.run_file.exists()
+        finally:
+            shutil.rmtree(gone.paths.root, ignore_errors=True)  # what heartbeats made anew
+            away.rename(gone.paths.root)
 
 
 def test_automations_are_made_once(site: Site) -> None:

@@ -16,7 +16,7 @@ from miles_core.errors import DigestMismatch, MilesError
 from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Finished, Request
 from miles_core.rollout.meter import MeteredEngine
-from miles_core.rollout.router import FIRST_MEND_S, HAND_ONS, RoutedEngine
+from miles_core.rollout.router import FIRST_MEND_S, HAND_ONS, LONGEST_MAKING_S, RoutedEngine
 from tests.e2e.runs import wait_for
 from tests.protocol.faulty_fs import PROPERTY
 from tests.unit.session_world import ASK
@@ -313,6 +313,21 @@ def test_where_engines_step_in_threads_the_others_go_on_while_one_is_made_again(
     fleet.mend()
     assert len(fleet.living) == 2 and fleet.made[2].version == V1
     assert {turn.session_key for turn in finish(fleet.routed)} == {"a", "b"}
+
+
+def test_an_engine_that_never_starts_in_its_thread_ends_the_replica() -> None:
+    fleet = Fleet(settings={"is_parallel": True})
+    fleet.ask("a")
+    fleet.made[0].dies_at = "step"
+    fleet.routed.step()
+    fleet.now += FIRST_MEND_S
+    fleet.may_make.clear()
+    fleet.mend()
+    fleet.now += LONGEST_MAKING_S + 1
+    assert fleet.routed.is_mendable
+    with pytest.raises(MilesError, match="engine 0 was not made again within 1801 s"):
+        fleet.mend()
+    fleet.may_make.set()
 
 
 def test_an_engine_that_cannot_be_made_in_its_thread_is_tried_again_later() -> None:

@@ -61,7 +61,7 @@ class RequestReader:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._sent, sent, strict=False)))
         behind = tuple(_message(number, found) for number, found in enumerate(sent[same:], same))
         request = ChatRequest((*self._understood[:same], *behind), _tools(body.get("tools")), limit, bool(body.get("stream")))
-        self._sent, self._understood = sent, request.messages
+        self._sent, self._understood = [*self._sent[:same], *sent[same:]], request.messages
         return request
 
 
