@@ -39,7 +39,7 @@ from miles_core.tracking.metrics import read_metrics
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "smollm2.json"
 LORA = ("model.lora={rank: 16, alpha: 32}", "learner.lr=3e-4")
-ON_SLURM = ("smollm2/0@devslurm", "smollm2_needle+lora/0@devslurm")
+ON_SLURM = ("smollm2/0@devslurm", "smollm2+lora/0@devslurm")
 TWO_DIGITS = "environment.options={min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2}"
 LIMIT_S = 900.0
 GIVE_UP_S = 4 * LIMIT_S
