@@ -133,6 +133,9 @@ class History:
         return found
 
     def _on_line(self, messages: Messages) -> Attachment:
+        line = tuple(message for node in self.checkpoints for message in (*node.messages, node.reply))
+        if line and messages[: len(line)] == line:
+            return Attachment(self.checkpoints[-1], messages[len(line) :])
         matched: Checkpoint | None = None
         at = 0
         for node in self.checkpoints:

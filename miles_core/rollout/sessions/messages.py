@@ -58,7 +58,9 @@ class RequestReader:
         """`body`: decoded JSON that nobody changes afterwards. Raises BadMessages with the field and what to do."""
         limit = _check_fields(body, self._temperature)
         sent = body["messages"]
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._sent, sent, strict=False)))
+        same = len(self._sent)
+        if sent[:same] != self._sent:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._sent, sent, strict=False)))
         behind = tuple(_message(number, found) for number, found in enumerate(sent[same:], same))
         request = ChatRequest((*self._understood[:same], *behind), _tools(body.get("tools")), limit, bool(body.get("stream")))
         self._sent, self._understood = [*self._sent[:same], *sent[same:]], request.messages
