@@ -219,7 +219,7 @@ def be_trl(folder: Path) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from miles_core.grading.rules import make_verifier
     from miles_core.recipe import EnvironmentSpec
@@ -230,11 +230,6 @@ def be_trl(folder: Path) -> None:
     verifier, tokenizer = make_verifier(spec), AutoTokenizer.from_pretrained(work["model"])
     check_alike(tokenizer, work)
     model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1.0, betas=tuple(work["betas"]), weight_decay=work["weight_decay"]
-    )  # fmt: skip
-    updates, rates = work["minibatches"], [*work["rates"], 0.0]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: rates[min(update // updates, work["steps"])])
     values, seconds = list[float](), defaultdict[str, float](float)
     found: dict[str, Any] = {"ends": [], "positions": 0}
 
@@ -270,19 +265,10 @@ def be_trl(folder: Path) -> None:
         def on_step_end(self, *args: Any, **named: Any) -> None:
             found["ends"].append(time.time())
 
-    accumulated = work["batch_rows"] // updates // work["micro_rows"]
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, seed=work["seed"],
-        per_device_train_batch_size=work["micro_rows"], gradient_accumulation_steps=accumulated,
-        steps_per_generation=accumulated * updates, max_steps=work["steps"] * updates, num_generations=work["samples"],
-        max_completion_length=spec.max_new_tokens, temperature=1.0, beta=0.0, epsilon=work["clip"][0],
-        epsilon_high=work["clip"][1], loss_type="dapo", scale_rewards="group", max_grad_norm=work["grad_clip"],
-        shuffle_dataset=False, save_strategy="no", report_to="none", logging_steps=updates, disable_tqdm=True,
-    )  # fmt: skip
     rows = [{"prompt": each["prompt"], "seed": each["seed"]} for each in work["prompts"]]
     trainer = Timed(
-        model=model, reward_funcs=judge, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-        optimizers=(optimizer, schedule), callbacks=[Clock()],
+        model=model, reward_funcs=judge, args=config_of(work, folder, spec.max_new_tokens), processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows), optimizers=optimizer_of(model, work), callbacks=[Clock()],
     )  # fmt: skip
     trainer.train()
     size = work["batch_rows"]
@@ -291,6 +277,34 @@ def be_trl(folder: Path) -> None:
     if len(found["reward"]) != work["steps"] or len(values) != size * work["steps"]:
         raise SystemExit(f"TRL judged {len(values)} completions in {work['steps']} steps of {size}: not the same work")
     (folder / "found.json").write_text(json.dumps(found))
+
+
+def config_of(work: dict[str, Any], folder: Path, max_new_tokens: int) -> Any:
+    """Our settings, in TRL's words."""
+    from trl import GRPOConfig
+
+    updates = work["minibatches"]
+    accumulated = work["batch_rows"] // updates // work["micro_rows"]
+    return GRPOConfig(
+        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, seed=work["seed"],
+        per_device_train_batch_size=work["micro_rows"], gradient_accumulation_steps=accumulated,
+        steps_per_generation=accumulated * updates, max_steps=work["steps"] * updates, num_generations=work["samples"],
+        max_completion_length=max_new_tokens, temperature=1.0, beta=0.0, epsilon=work["clip"][0],
+        epsilon_high=work["clip"][1], loss_type="dapo", scale_rewards="group", max_grad_norm=work["grad_clip"],
+        shuffle_dataset=False, save_strategy="no", report_to="none", logging_steps=updates, disable_tqdm=True,
+    )  # fmt: skip
+
+
+def optimizer_of(model: Any, work: dict[str, Any]) -> tuple[Any, Any]:
+    """Ours, with the rate of each of our steps."""
+    import torch
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1.0, betas=tuple(work["betas"]), weight_decay=work["weight_decay"]
+    )  # fmt: skip
+    updates, rates = work["minibatches"], [*work["rates"], 0.0]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: rates[min(update // updates, work["steps"])])
+    return optimizer, schedule
 
 
 def check_alike(tokenizer: Any, work: dict[str, Any]) -> None:
