@@ -271,12 +271,16 @@ def be_trl(folder: Path) -> None:
         train_dataset=Dataset.from_list(rows), optimizers=optimizer_of(model, work), callbacks=[Clock()],
     )  # fmt: skip
     trainer.train()
-    size = work["batch_rows"]
-    found["reward"] = [sum(values[at : at + size]) / size for at in range(0, len(values), size)]
-    found["elsewhere_s"] = seconds["elsewhere"]
-    if len(found["reward"]) != work["steps"] or len(values) != size * work["steps"]:
-        raise SystemExit(f"TRL judged {len(values)} completions in {work['steps']} steps of {size}: not the same work")
+    found |= {"elsewhere_s": seconds["elsewhere"], "reward": rewards_of(values, work)}
     (folder / "found.json").write_text(json.dumps(found))
+
+
+def rewards_of(values: list[float], work: dict[str, Any]) -> list[float]:
+    """The mean of each step. Refuses another number of completions than ours."""
+    size, steps = work["batch_rows"], work["steps"]
+    if len(values) != size * steps:
+        raise SystemExit(f"TRL judged {len(values)} completions in {steps} steps of {size}: not the same work")
+    return [sum(values[at : at + size]) / size for at in range(0, len(values), size)]
 
 
 def config_of(work: dict[str, Any], folder: Path, max_new_tokens: int) -> Any:
