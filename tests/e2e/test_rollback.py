@@ -25,7 +25,7 @@ def test_a_lost_shard_ends_the_run_and_a_rollback_completes_it(tmp_path: Path) -
     root = tmp_path / "runs" / "lost"
     arguments = short_run_arguments("lost", "steps=12", "learner.checkpoint_every=4")
     first = start_miles(tmp_path, *arguments, MILES_CRASH_AT="learner:after_step_record:6")
-    wait_for_step(root, 5)
+    wait_for_step(root, 1)
     # A supervisor that stands still replaces nobody until the shard is gone.
     first.send_signal(signal.SIGSTOP)
     wait_for_step(root, 6)

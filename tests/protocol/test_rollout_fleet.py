@@ -59,11 +59,19 @@ def computes_wrong(toy: Toy) -> None:
 
 
 def test_no_engine_serves_before_the_probe_of_each_holds(replica: Replica) -> None:
-    computes_wrong(replica.made[1])
+    for toy in replica.made:
+        computes_wrong(toy)
     replica.poll()
-    assert replica.feed.version is None and "differ from the learner's" in replica.feed.waiting
+    assert replica.feed.version is None and not any(toy.is_closed for toy in replica.made)
+    assert "differ from the learner's" in replica.feed.waiting
     with pytest.raises(DigestMismatch, match=r"policy version \(0, 1\).*could not be loaded"):
         replica.poll(60)
+
+
+def test_an_engine_that_alone_computes_wrong_never_serves_and_the_others_do(replica: Replica) -> None:
+    computes_wrong(replica.made[1])
+    replica.poll()
+    assert replica.feed.version == (0, 1) and replica.made[1].is_closed and replica.fleet.free_slots == 2
 
 
 def test_an_engine_that_dies_in_its_probe_leaves_the_others_serving(replica: Replica) -> None:
