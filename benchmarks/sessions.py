@@ -8,15 +8,15 @@ given, as token ids; in every fifth the model spells a word in other tokens than
 is what lies between a reply and the tokens of the next prompt: the reply is read (text, calls), and what follows is rendered.
 Sides, each in one thread, one behind another; of each turn the median of ROUNDS, after a round that warms up:
 
-- ours: a session as the server holds it (LiveSession), and `ours, HTTP`: the same through the server, by a client that sends
-  the whole conversation as OpenAI clients do;
+- ours: a session as the server holds it (LiveSession), given the whole conversation each time, and `ours, HTTP`: the same
+  through the server, by an OpenAI-like client, so with the JSON of the whole conversation written and read in every turn;
 - renderers: bridge_to_next_turn of its Qwen3 renderer;
 - TRL, suffix: what its GRPO trainer does behind a call, GRPOTrainer._get_tool_suffix_ids;
 - TRL, template: its prefix-preserving training template (get_training_chat_template), the conversation rendered whole.
 
-Milliseconds are of CPU, because neighbours on the machine change the wall's. `tokens` are all ids that came out of the
-tokenizer in a turn. `broken`: turns whose prompt does not begin with the prompt and
-the reply before it, bit for bit.
+Milliseconds are of CPU, because neighbours on the machine change the wall's; nothing but the side itself runs between two
+turns, or the caches would be colder the longer the conversation is. `tokens` are all ids that came out of the tokenizer in a
+turn. `broken`: turns whose prompt does not begin with the prompt and the reply before it, bit for bit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,14 @@ class Turn:
 
     tokens: int
     seconds: float
-    is_broken: bool
+    before: list[int]
+    """The prompt and the reply that were there; empty where nobody can see them."""
+    prompt: list[int]
+
+    @property
+    def is_broken(self) -> bool:
+        """The prompt does not begin with what was there."""
+        return self.prompt[: len(self.before)] != self.before
 
 
 Side = Callable[[Path, dict[str, Any]], Iterator[Turn]]
@@ -104,41 +111,53 @@ def spelled_out(tokenizer: Any, reply: list[int], word: str) -> list[int]:
     return [*reply[:at], *map(tokenizer.convert_tokens_to_ids, word), *reply[at + len(whole) :]]
 
 
-def broken(before: list[int], prompt: list[int]) -> bool:
-    """Whether a prompt does not begin with what was there."""
-    return prompt[: len(before)] != before
-
-
 # --- ours
 
 
 def ours(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
-    """A session without HTTP."""
-    from miles_core.records import Version
+    """A session without HTTP: from what the model said to the tokens of the next prompt."""
+    session, bodies = open_session(folder), requests_of(open_session(folder), talk)
+    asks, seconds = [session.prepare(session.reader.read(bodies[0]))], []
+    for turn, body in zip(talk["turns"], bodies[1:], strict=True):
+        sampled = sampled_of(turn)
+        begin = time.process_time()
+        session.commit(asks[-1], sampled)
+        ask = session.prepare(session.reader.read(body))
+        seconds.append(time.process_time() - begin)
+        asks.append(ask)
+    known: list[int] = []
+    for turn, asked, ask, took in zip(talk["turns"], asks, asks[1:], seconds, strict=False):
+        known += [*asked.prompt, *turn["reply"]]
+        yield Turn(len(ask.prompt), took, [*known], [*ask.at.parent.tokens(), *ask.prompt])
+
+
+def requests_of(session: Any, talk: dict[str, Any]) -> list[dict[str, Any]]:
+    """Decoded JSON of every request, as an agent sends them; no two share an object."""
+    messages: list[dict[str, Any]] = [*OPENING]
+    found = [json.dumps({"messages": messages, "tools": TOOLS})]
+    for turn in talk["turns"]:
+        ask = session.prepare(session.reader.read(json.loads(found[-1])))
+        message = session.commit(ask, sampled_of(turn))["choices"][0]["message"]
+        messages += [message, result_of(message["tool_calls"][0]["id"], turn)]
+        found.append(json.dumps({"messages": messages, "tools": TOOLS}))
+    return [json.loads(body) for body in found]
+
+
+def open_session(folder: Path) -> Any:
+    """A session as the server opens it."""
     from miles_core.rollout.chat import FAMILIES, FamilyRenderer
-    from miles_core.rollout.sessions.history import Sampled
     from miles_core.rollout.sessions.live import LiveSession
 
-    session = LiveSession("s", "key", FamilyRenderer(load(folder), FAMILIES["qwen3"]), session_spec())
-    messages: list[dict[str, Any]] = [*OPENING]
-    body: dict[str, Any] = {"messages": messages, "tools": TOOLS}
-    version = Version(0, 0)
-    ask = session.prepare(session.reader.read(json.loads(json.dumps(body))))
-    known: list[int] = []
-    for turn in talk["turns"]:
-        reply, n = tuple(turn["reply"]), len(turn["reply"])
-        sampled = Sampled(reply, (-1.0,) * n, (version,) * n, True, version, version)
-        known += [*ask.prompt, *reply]
-        begin = time.process_time()
-        message = session.commit(ask, sampled)["choices"][0]["message"]
-        seconds = time.process_time() - begin
-        messages += [message, result_of(message["tool_calls"][0]["id"], turn)]
-        sent = json.loads(json.dumps(body))
-        begin = time.process_time()
-        ask = session.prepare(session.reader.read(sent))
-        seconds += time.process_time() - begin
-        assert ask.at.parent is not None
-        yield Turn(len(ask.prompt), seconds, broken(known, [*ask.at.parent.tokens(), *ask.prompt]))
+    return LiveSession("s", "key", FamilyRenderer(load(folder), FAMILIES["qwen3"]), session_spec())
+
+
+def sampled_of(turn: dict[str, Any]) -> Any:
+    """A reply as the engine gives it."""
+    from miles_core.records import Version
+    from miles_core.rollout.sessions.history import Sampled
+
+    n, version = len(turn["reply"]), Version(0, 0)
+    return Sampled(tuple(turn["reply"]), (-1.0,) * n, (version,) * n, True, version, version)
 
 
 def ours_http(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
@@ -194,7 +213,7 @@ def ours_http(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
             seconds = time.process_time() - begin
             message = answer.raise_for_status().json()["choices"][0]["message"]
             if number:
-                yield Turn(len(engine.asked[-1].tokens), seconds, False)
+                yield Turn(len(engine.asked[-1].tokens), seconds, [], [])
             messages += [message, result_of(message["tool_calls"][0]["id"], talk["turns"][number % TURNS])]
     server.stop()
     over.set()
@@ -245,7 +264,7 @@ def renderers_bridge(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
         else:
             prompt = list(bridged.token_ids)
             tokens = len(prompt) - len(before)
-        yield Turn(tokens, time.process_time() - begin, broken(before, prompt))
+        yield Turn(tokens, time.process_time() - begin, before, prompt)
 
 
 def as_function(call: Any) -> dict[str, Any]:
@@ -284,7 +303,7 @@ def trl_suffix(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
         suffix = GRPOTrainer._get_tool_suffix_ids(trainer, [result_of("c", turn)])
         before = [*prompt, *reply]
         prompt = [*before, *suffix]
-        yield Turn(sum(counted), time.process_time() - begin, broken(before, prompt))
+        yield Turn(sum(counted), time.process_time() - begin, before, prompt)
 
 
 def trl_template(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
@@ -300,7 +319,7 @@ def trl_template(folder: Path, talk: dict[str, Any]) -> Iterator[Turn]:
         begin = time.process_time()
         messages += [parse_response(tokenizer, list(turn["reply"])), result_of("c", turn)]
         prompt = whole(tokenizer, messages, template)
-        yield Turn(len(prompt), time.process_time() - begin, broken(before, prompt))
+        yield Turn(len(prompt), time.process_time() - begin, before, prompt)
 
 
 def whole(tokenizer: Any, messages: list[dict[str, Any]], template: str | None) -> list[int]:
@@ -338,7 +357,8 @@ PEERS: dict[str, Side] = {
 def play(side: str, folder: Path) -> list[list[float]]:
     """[tokens, seconds, is_broken] of each turn."""
     talk = json.loads((folder / "talk.json").read_text())
-    return [[turn.tokens, turn.seconds, float(turn.is_broken)] for turn in ({**OURS, **PEERS}[side])(folder, talk)]
+    turns = [*({**OURS, **PEERS}[side])(folder, talk)]
+    return [[turn.tokens, turn.seconds, float(turn.is_broken)] for turn in turns]
 
 
 def rounds_of(side: str, folder: Path) -> list[list[list[float]]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from miles_core.rollout.chat import ChatMessage, ToolCall
 from miles_core.rollout.sessions.errors import BadMessages
 from miles_core.rollout.sessions.messages import RequestReader
 
@@ -33,8 +34,20 @@ def test_what_was_there_is_not_read_again_and_what_differs_is() -> None:
     assert found[4].content == "page 1, again" and found[3] is longer[3] and found[5:] == longer[5:]
 
 
+def answer(number: int) -> ChatMessage:
+    """What the model says in a turn of `talk`."""
+    return ChatMessage("assistant", "", (ToolCall(f"c{number}", "look", f'{{"page": {number}}}'),))
+
+
+def test_an_answer_that_comes_back_is_the_one_that_was_given() -> None:
+    reader, given = RequestReader(1.0), answer(2)
+    reader.read({"messages": talk(2)})
+    reader.expect(given)
+    assert reader.read({"messages": talk(3)}).messages[5] is given
+
+
 def test_any_order_of_requests_is_understood_as_if_each_were_the_first() -> None:
-    """Retries, branches, shorter and refused requests between them, 500 of them."""
+    """Retries, branches, shorter and refused requests between them, some answered, 500 of them."""
     rng = random.Random(0)
     reader, refused = RequestReader(1.0), 0
     for _ in range(500):
@@ -48,6 +61,8 @@ def test_any_order_of_requests_is_understood_as_if_each_were_the_first() -> None
             except BadMessages as error:
                 outcomes.append(str(error))
         assert outcomes[0] == outcomes[1]
+        if rng.random() < 0.5:
+            reader.expect(rng.choice([answer(len(sent) // 2), answer(7), ChatMessage("assistant", "other")]))
         refused += outcomes[0].startswith("messages[")
     assert 50 < refused < 450
 

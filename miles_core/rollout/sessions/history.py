@@ -118,6 +118,8 @@ class History:
     """In the order of their commits."""
     taken_back: int = 0
     """Turns that a linear history gave up."""
+    _line: Messages = ()
+    """The whole conversation of a linear history."""
     _next: int = 0
 
     def attach(self, messages: Messages) -> Attachment:
@@ -134,9 +136,9 @@ class History:
 
     def _on_line(self, messages: Messages) -> Attachment:
         # What nearly every request begins with, in one comparison: the walk below costs a late turn more than an early one.
-        line = tuple(message for node in self.checkpoints for message in (*node.messages, node.reply))
-        if line and messages[: len(line)] == line:
-            return Attachment(self.checkpoints[-1], messages[len(line) :])
+        known = len(self._line)
+        if known and messages[:known] == self._line:
+            return Attachment(self.checkpoints[-1], messages[known:])
         matched: Checkpoint | None = None
         at = 0
         for node in self.checkpoints:
@@ -226,6 +228,8 @@ class History:
         depth, start = (1, 0) if parent is None else (parent.depth + 1, parent.end)
         node = Checkpoint(self._next, parent, at.messages, prompt, sampled, reply, depth, start, tools, committed_s)
         self.checkpoints.append(node)
+        if self.kind == "linear":
+            self._line = (*self._line, *at.messages, reply)
         self._next += 1
         return node
 
@@ -237,7 +241,8 @@ class History:
                 "another, or take `history: branching`"
             )
         if at.takes_back is not None:
-            self.checkpoints.pop()
+            lost = self.checkpoints.pop()
+            self._line = self._line[: -len(lost.messages) - 1]
             self.taken_back += 1
 
     def leaves(self) -> Iterator[Checkpoint]:

@@ -173,6 +173,7 @@ class LiveSession:
         calls = tuple(ToolCall(f"call_{ask.number}_{i}", *call) for i, call in enumerate(said.calls))
         reply = ChatMessage("assistant", said.content, calls)
         node = self.history.commit(ask.at, ask.prompt, sampled, reply, ask.tools, self._unix_time())
+        self.reader.expect(reply)
         return completion(
             f"{self.session_id}-{ask.number}", reply,
             ended=sampled.ended, num_prompt=node.sampled_at, num_sampled=len(sampled.tokens),

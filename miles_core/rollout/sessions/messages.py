@@ -46,8 +46,8 @@ class ChatRequest:
 
 
 class RequestReader:
-    """Reads the requests of one session. Each repeats the whole conversation, so what it begins with like the one before is not
-    read again: a late turn costs what an early one did."""
+    """Reads the requests of one session. Each repeats the whole conversation, so what it begins with like the one before, and
+    the answer to that one, is compared and not read again."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
@@ -65,6 +65,10 @@ class RequestReader:
         request = ChatRequest((*self._understood[:same], *behind), _tools(body.get("tools")), limit, bool(body.get("stream")))
         self._sent, self._understood = [*self._sent[:same], *sent[same:]], request.messages
         return request
+
+    def expect(self, reply: ChatMessage) -> None:
+        """The answer to the last request: most agents send it back as it came, and then it is this very message."""
+        self._sent, self._understood = [*self._sent, as_json(reply)], (*self._understood, reply)
 
 
 def _check_fields(body: Any, temperature: float) -> int | None:
