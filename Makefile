@@ -79,7 +79,7 @@ record: install
 
 record-smollm2: install models tools
 	@$(BIN)/miles devslurm up
-	@$(BIN)/python benchmarks/smollm2.py
+	@$(BIN)/python benchmarks/smollm2.py --set model.dtype=bfloat16 --set policy.deltas=true
 
 clean:
 	rm -rf $(VENV) $(VLLM) .pytest_cache .hypothesis

