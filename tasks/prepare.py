@@ -31,7 +31,7 @@ from miles_core.paths import RunPaths, check_trusted
 from miles_core.recipe import EnvironmentSpec, Recipe
 from miles_core.records import FileDigest
 from miles_core.rollout.chat import check_family
-from miles_core.rollout.model_limits import check_no_record
+from miles_core.rollout.model_limits import check_replay
 from miles_core.run import RunConfig, read_run
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import publish_exclusive, temp_path
@@ -153,7 +153,7 @@ def ensure_run(recipe: Recipe, profile: ClusterProfile, run_id: str, base_model:
     """
     paths = RunPaths(run_root(profile, run_id))
     if any(pool.engine == "vllm" for pool in recipe.rollout.pools):
-        check_no_record(json.loads((base_model / "config.json").read_text()), record_experts=recipe.learner.routing_replay)
+        check_replay(json.loads((base_model / "config.json").read_text()), record_experts=recipe.learner.routing_replay)
     try:
         if not paths.run_file.exists():
             _make_run(paths, recipe, profile, run_id, base_model)

@@ -34,9 +34,11 @@ from miles_core.errors import MilesError, RecipeError
 from miles_core.recipe import LoraSpec, VllmSpec
 from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Finished, Request
-from miles_core.rollout.model_limits import check_no_record
+from miles_core.rollout.model_limits import check_replay
 from miles_core.rollout.torch_engine import match_weights
+from miles_core.rollout.vllm_experts import ExpertBook
 from miles_core.rollout.vllm_worker import files_of_memory
+from miles_core.routers import FAMILIES
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV block on a CPU, the smallest that its kernels like."""
@@ -47,6 +49,8 @@ CPU_STEP_TOKENS = 2048
 would take back the draw of each part but the last, which a generator of a CPU cannot do, and dies."""
 PROBES = 16
 """Sequences of `logprobs` computed at once, beside all slots."""
+SESSION = "session-"
+"""What the request ids of sessions begin with."""
 _GIB = 1 << 30
 
 
@@ -60,9 +64,13 @@ class _Session:
     """Tokens, all turns."""
     limit: int = 0
     """Total at which the turn is cut."""
+    first: int = 0
+    """Position of the first whose experts this turn tells."""
     newest: int | None = None
     """The token sampled last, which was not fed yet; None before the first."""
     running: bool = False
+    history: list[int] = field(default_factory=list)
+    """All tokens of the session."""
     tokens: list[int] = field(default_factory=list)
     """Of the turn, as the two below."""
     logprobs: list[float] = field(default_factory=list)
@@ -91,8 +99,12 @@ class VllmEngine:
     ) -> None:
         config = AutoConfig.from_pretrained(folder)
         _check_model(config, max_tokens, record_experts=record_experts)
+        has_record = record_experts and config.model_type in FAMILIES
         with _only_these(gpus):
-            self._core = _start(folder, config, dtype, slots, max_tokens, spec or VllmSpec(), has_workers=bool(gpus))
+            self._core = _start(
+                folder, config, dtype, slots, max_tokens, spec or VllmSpec(), has_workers=bool(gpus), has_record=has_record
+            )
+        self._experts = self._begin_record(folder) if has_record else None
         with torch.device("meta"):
             self._names = AutoModelForCausalLM.from_config(config)
         self._weights_dtype = getattr(torch, weights_dtype)
@@ -109,6 +121,16 @@ class VllmEngine:
         self._is_poisoned = False
         """Whether free KV blocks may hold what is not finite."""
         self.version = version
+
+    def _begin_record(self, folder: Path) -> ExpertBook:
+        try:
+            self._core.collective_rpc("begin_capture", args=(SESSION,))
+        except (ValueError, RuntimeError) as error:
+            raise RecipeError(
+                f"learner.routing_replay: vLLM cannot say which experts {folder} chooses ({error}); set it to false, or "
+                f"engine: torch"
+            ) from error
+        return ExpertBook(self._core.engine_core.vllm_config.cache_config.block_size)
 
     @property
     def free_slots(self) -> int:
@@ -137,6 +159,8 @@ class VllmEngine:
         session = self._take(request.session_key) if session is None else session
         session.total, session.limit = start, min(start + request.max_new_tokens, self._max_tokens)
         session.running, session.tokens, session.logprobs, session.versions = True, [], [], []
+        session.first = 0 if session.newest is None else used - 1
+        session.history += request.tokens
         self.counts += Counts(prompt_tokens=start, reused_tokens=0 if session.newest is None else used - 1)
         # vLLM forgets a session's newest token, which it never fed.
         tokens = [*request.tokens] if session.newest is None else [session.newest, *request.tokens]
@@ -150,9 +174,11 @@ class VllmEngine:
 
     def _take(self, session_key: str) -> _Session:
         self._made += 1
-        session = _Session(request_id=f"session-{self._made}", salt=str(self._exchanges))
+        session = _Session(request_id=f"{SESSION}{self._made}", salt=str(self._exchanges))
         self._sessions[session_key] = session
         self._key_of[session.request_id] = session_key
+        if self._experts is not None:
+            self._experts.open(session.request_id)
         return session
 
     def _ask(self, request_id: str, tokens: list[int], salt: str, *, params: Any, resumable: bool = False) -> None:
@@ -168,12 +194,14 @@ class VllmEngine:
         session = self._sessions.pop(session_key)
         del self._key_of[session.request_id]
         self._core.abort_requests([session.request_id])
+        if self._experts is not None:
+            self._experts.close(session.request_id)
 
     def step(self) -> list[Finished]:
         """Samples for the running turns and returns those that finished; their slots stay taken."""
         if not self.running:
             return []
-        finished = []
+        ended = []
         outputs = self._core.get_output()
         if outputs.scheduler_stats is not None and (guessed := outputs.scheduler_stats.spec_decoding_stats) is not None:
             self.counts += Counts(drafted_tokens=guessed.num_draft_tokens, accepted_tokens=guessed.num_accepted_tokens)
@@ -184,8 +212,11 @@ class VllmEngine:
                 self.counts += Counts(reused_tokens=output.prefill_stats.num_cached_tokens)
             self._record(session_key, session, output)
             if output.finish_reason is not None:
-                finished.append(self._finish(session_key, session))
-        return finished
+                ended.append((session_key, session))
+        if self._experts is not None:
+            rows = self._core.collective_rpc("take_experts")[0]
+            self._experts.take(rows, {session.request_id: session.history for session in self._sessions.values()})
+        return [self._finish(*one) for one in ended]
 
     def _record(self, session_key: str, session: _Session, output: Any) -> None:
         logprobs = output.new_logprobs.logprobs[:, 0]
@@ -195,6 +226,7 @@ class VllmEngine:
                 f"weights of version {self.version} give logits that are not finite, first in session {session_key}"
             )
         session.tokens += output.new_token_ids
+        session.history += output.new_token_ids
         session.logprobs += logprobs.tolist()
         session.versions += [self.version] * len(output.new_token_ids)
 
@@ -207,12 +239,15 @@ class VllmEngine:
     def so_far(self, session_key: str) -> Finished:
         """What the session's newest turn has sampled; `broken` where it had not ended."""
         session = self._sessions[session_key]
+        # The newest token was not fed yet; before the first one is sampled nothing is sure to have been read.
+        end = len(session.history) - 1 if session.tokens else session.first
         return Finished(
             session_key=session_key,
             tokens=np.array(session.tokens, dtype=np.int32),
             logprobs=np.array(session.logprobs, dtype=np.float32),
             versions=tuple(session.versions),
             reason="broken" if session.running else "end" if session.newest == self._end_id else "length",
+            experts=None if self._experts is None else self._experts.of(session.request_id, session.first, end),
         )
 
     def close(self) -> None:
@@ -243,6 +278,8 @@ class VllmEngine:
         # To the names and shapes of a checkpoint, which are what vLLM reads: transformers fuses the experts of a layer.
         self._exchange(revert_weight_conversion(self._names, given))
         self._exchanges += 1
+        if self._experts is not None:
+            self._experts.exchange()
         self.version = Version(*version)
 
     def _exchange(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -305,7 +342,7 @@ class VllmEngine:
 
 def _check_model(config: Any, max_tokens: int, *, record_experts: bool) -> None:
     """Raises RecipeError for what vLLM would not run, in the words of the recipe."""
-    check_no_record(config.to_dict(), record_experts=record_experts)
+    check_replay(config.to_dict(), record_experts=record_experts)
     if max_tokens > config.max_position_embeddings:
         raise RecipeError(
             f"environment.max_tokens={max_tokens} is more than the model's max_position_embeddings="
@@ -338,7 +375,9 @@ def _only_these(gpus: tuple[str, ...]) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, spec: VllmSpec, *, has_workers: bool) -> Any:
+def _start(
+    folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, spec: VllmSpec, *, has_workers: bool, has_record: bool
+) -> Any:
     """vLLM's engine core in this process. Raises RecipeError with its words where it refuses model or settings."""
     _set_environment()
     from vllm.engine.arg_utils import EngineArgs
@@ -360,11 +399,12 @@ def _start(folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, s
             max_model_len=longest, max_num_seqs=slots + PROBES,
             enable_chunked_prefill=False if is_cpu else None,
             max_num_batched_tokens=max(CPU_STEP_TOKENS, longest) + slots + PROBES if is_cpu else None,
-            block_size=CPU_BLOCK_TOKENS if is_cpu else None, enable_prefix_caching=True, enforce_eager=is_cpu,
+            block_size=CPU_BLOCK_TOKENS if is_cpu else None, enable_prefix_caching=True,
+            enforce_eager=is_cpu or has_record,  # a recorded graph would not see who watches its routers
             gpu_memory_utilization=spec.memory_fraction, kv_cache_memory_bytes=kv_bytes,
             tensor_parallel_size=spec.tensor_parallel, distributed_executor_backend="mp" if has_workers else None,
             async_scheduling=False, logprobs_mode="processed_logprobs",
-            worker_extension_cls="miles_core.rollout.vllm_worker.WeightExchange",
+            worker_extension_cls="miles_core.rollout.vllm_worker.MilesWorker",
             speculative_config=None if spec.ngram is None else {
                 "method": "ngram", "num_speculative_tokens": spec.ngram.tokens,
                 "prompt_lookup_min": spec.ngram.match_min, "prompt_lookup_max": spec.ngram.match_max,

@@ -1,5 +1,6 @@
-"""What vLLM loads into each of its workers, the exchange of a model's weights in place (EngineArgs.worker_extension_cls), and
-how the weights come to workers that are other processes of this node: in files of memory, which end with who made them.
+"""What vLLM loads into each of its workers (EngineArgs.worker_extension_cls): the exchange of a model's weights in place, and
+the record of its experts. And how weights come to workers that are other processes of this node: in files of memory, which
+end with who made them.
 
 The exchange is vLLM's own reload, which undoes and redoes what its kernels did to the weights. On a CPU it forgets two of its
 packings, silently and several nats wrong: that of a tied output head, which keeps the old embedding, and that of experts,
@@ -16,16 +17,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
+from miles_core.rollout.vllm_experts import ExpertCapture, Rows
+
 SHARD_BYTES = 1 << 30
 """Of weights in one file; besides the weights and the files no more than one of these is in memory."""
 
 
-class WeightExchange:
+class MilesWorker:
     """Methods that vLLM adds to its worker."""
 
     model_config: Any
     model_runner: Any
     reload_weights: Any
+    vllm_config: Any
+    _miles_capture: ExpertCapture
 
     def exchange_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes all weights, under the names of a checkpoint."""
@@ -50,6 +55,14 @@ class WeightExchange:
         """Before a later turn: vLLM would draw on with the generator of the first one, or with none if that was greedy."""
         generator = torch.Generator(self.model_runner.device).manual_seed(seed) if temperature > 0 else None
         self.model_runner.requests[request_id].generator = generator
+
+    def begin_capture(self, prefix: str) -> None:
+        """Keeps from now on which experts are chosen for requests with ids that begin so. Raises ValueError."""
+        self._miles_capture = ExpertCapture(self.model_runner, self.vllm_config, prefix)
+
+    def take_experts(self) -> list[Rows]:
+        """What was kept since the last call; only the first rank has it."""
+        return self._miles_capture.take()
 
 
 @contextmanager

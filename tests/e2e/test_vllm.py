@@ -55,13 +55,14 @@ def passed_with_vllm(tmp_path: Path, *arguments: str) -> re.Match[str]:
 
 def test_vllm_holds_the_contract_of_all_engines(tmp_path: Path) -> None:
     """The same tests that the torch engine passes in this environment."""
-    ended = passed_with_vllm(tmp_path, "-k", "vllm", "tests/unit/test_engine_contract.py")
+    contract = ("tests/unit/test_engine_contract.py", "tests/unit/test_engine_experts.py")
+    ended = passed_with_vllm(tmp_path, "-k", "vllm", *contract)
     assert int(ended[1]) == int(ended[2]), "as many tests as the torch engine has, and none skipped"
 
 
-def test_vllm_in_workers_of_its_own(tmp_path: Path) -> None:
+def test_what_vllm_alone_has(tmp_path: Path) -> None:
     """Tensor parallel, a killed worker, an engine that is made again in a thread: what GPUs need, on this machine's cores."""
-    assert passed_with_vllm(tmp_path, "tests/unit/vllm_workers.py")[1] == "3"
+    assert passed_with_vllm(tmp_path, "tests/unit/vllm_own.py")[1] == "4"
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,15 @@ def contract_model(kind: Kind, seed: int = 0) -> Any:
 
 
 def _shape(kind: Kind) -> dict[str, Any]:
-    shape = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
-    return shape | ({"moe_intermediate_size": 32} if kind == "qwen3_moe" else {})
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64}
+    if kind == "olmoe":  # its head size is what its heads share; vLLM's has no tied output head
+        return shape | {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    return shape | {"head_dim": 32} | ({"moe_intermediate_size": 32} if kind == "qwen3_moe" else {})
 
 
 def make_engine(name: str, folder: Path, kind: Kind = "qwen3", *, end_id: int = END, dtype: str = "float32") -> Engine:
-    """An engine with SLOTS slots and MAX_TOKENS positions, on the weights of seed 0 as version V0; weights come as float32.
+    """An engine with SLOTS slots and MAX_TOKENS positions, on the weights of seed 0 as version V0; weights come as float32. It
+    records the experts of a mixture.
 
     `folder`: where a model may be saved.
     """
@@ -50,7 +53,7 @@ def make_engine(name: str, folder: Path, kind: Kind = "qwen3", *, end_id: int = 
 def _torch_engine(kind: Kind, end_id: int, dtype: str, slots: int) -> TorchEngine:
     return TorchEngine(
         contract_model(kind).to(getattr(torch, dtype)), end_id=end_id, slots=slots, max_tokens=MAX_TOKENS, version=V0,
-        weights_dtype="float32",
+        weights_dtype="float32", record_experts=True,
     )  # fmt: skip
 
 
@@ -65,7 +68,7 @@ def _vllm_engine(folder: Path, kind: Kind, end_id: int, dtype: str) -> Engine:
     if (kind, dtype) not in _made:
         _made[kind, dtype] = VllmEngine(
             save_tiny_model(folder / f"{kind}-{dtype}", kind, **_shape(kind)), dtype=dtype, weights_dtype="float32",
-            end_id=end_id, slots=SLOTS, max_tokens=MAX_TOKENS, version=V0,
+            end_id=end_id, slots=SLOTS, max_tokens=MAX_TOKENS, version=V0, record_experts=True,
         )  # fmt: skip
     engine = _made[kind, dtype]
     for session_key in list(engine._sessions):

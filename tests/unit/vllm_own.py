@@ -1,4 +1,5 @@
-"""vLLM's engines whose model is in other processes, as on GPUs: tensor parallel, and several engines in one replica.
+"""What vLLM alone has: models in other processes, as on GPUs (tensor parallel, and several engines in one replica), and a KV
+cache that is too small.
 
 Run by tests/e2e/test_vllm.py with the interpreter that has vLLM; on CPUs, with two workers.
 """
@@ -22,6 +23,7 @@ from miles_core.rollout.vllm_engine import VllmEngine
 from miles_core.rollout.vllm_worker import files_of_memory
 from tests.unit.contract_engines import END, MAX_TOKENS, SLOTS, V0, V1, V2
 from tests.unit.engine_history import History, drain, prompt
+from tests.unit.test_engine_experts import Play
 from tests.unit.tiny_models import Kind, save_tiny_model, tiny_model
 
 EXACT = 1e-5
@@ -29,10 +31,10 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
 WAIT_S = 120.0
 
 
-def engine_of(folder: Path, *, spec: VllmSpec | None = None, gpus: tuple[str, ...] = ()) -> VllmEngine:
+def engine_of(folder: Path, *, spec: VllmSpec | None = None, gpus: tuple[str, ...] = (), end_id: int = END) -> VllmEngine:
     return VllmEngine(
-        folder, dtype="float32", weights_dtype="float32", end_id=END, slots=SLOTS, max_tokens=MAX_TOKENS, version=V0,
-        spec=spec, gpus=gpus,
+        folder, dtype="float32", weights_dtype="float32", end_id=end_id, slots=SLOTS, max_tokens=MAX_TOKENS, version=V0,
+        record_experts=True, spec=spec, gpus=gpus,
     )  # fmt: skip
 
 
@@ -77,6 +79,36 @@ def test_two_ranks_compute_what_hugging_face_does_over_turns_exchanges_and_probe
         logprobs = torch.log_softmax(models[V2](torch.tensor([tokens])).logits[0].float(), dim=-1)
     wanted = [float(logprobs[at, token]) for at, token in enumerate(tokens[1:])]
     assert np.abs(engine.logprobs([tokens])[0] - wanted).max() < EXACT
+    play = Play(engine)
+    for key in "ab":
+        play.ask(key, (*tokens, *tokens), 9)
+    play.finish()
+    play.check(models)
+    engine.close()
+
+
+def test_sessions_that_lose_their_blocks_are_read_again_and_their_record_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind: Kind = "qwen3_moe"
+    blocks = 7  # of 32 tokens; four sessions need twelve
+    bytes_of_block = 32 * 2 * 2 * 2 * 32 * 4
+    engine = engine_of(save_model(tmp_path, kind), spec=VllmSpec(kv_cache_gib=(blocks + 1) * bytes_of_block / 2**30), end_id=-1)
+    play, history, rng = Play(engine), History(engine), np.random.default_rng(5)
+    scheduler, lost = engine._core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *given, **named: (lost.append(given), preempt(*given, **named)))
+    for key in "abcd":
+        play.ask(key, prompt(rng, 25, 30), 60)
+    while len(play.turns) < 4:
+        for key in play.step():
+            engine.release(key)  # one that has ended keeps its blocks until then
+    assert lost, "no session lost its blocks"
+    play.check({V0: model_of(kind, 0)})
+    for key, ((asked, turn),) in play.turns.items():
+        history.tokens[key], history.temperature[key] = [*asked], 1.0
+        history.take(turn)
+    assert history.worst({V0: model_of(kind, 0)}) < EXACT
     engine.close()
 
 
