@@ -1,4 +1,4 @@
-"""The engine's side of vLLM's record of experts (miles_core/rollout/vllm_experts.py); the rest needs vLLM: test_engine_experts.py."""
+"""The engine's side of vLLM's record of experts (miles_core/rollout/vllm_experts.py); the other needs vLLM."""
 
 from __future__ import annotations
 
