@@ -69,8 +69,6 @@ class _Session:
     newest: int | None = None
     """The token sampled last, which was not fed yet; None before the first."""
     running: bool = False
-    history: list[int] = field(default_factory=list)
-    """All tokens of the session."""
     tokens: list[int] = field(default_factory=list)
     """Of the turn, as the two below."""
     logprobs: list[float] = field(default_factory=list)
@@ -130,7 +128,14 @@ class VllmEngine:
                 f"learner.routing_replay: vLLM cannot say which experts {folder} chooses ({error}); set it to false, or "
                 f"engine: torch"
             ) from error
-        return ExpertBook(self._core.engine_core.vllm_config.cache_config.block_size)
+        core = self._core.engine_core
+        if len(core.scheduler.kv_cache_manager.coordinator.single_type_managers) > 1:
+            raise RecipeError(
+                f"learner.routing_replay: {folder} has several kinds of KV cache in vLLM, and experts are recorded for one; "
+                f"set it to false, or engine: torch"
+            )
+        cache = core.vllm_config.cache_config
+        return ExpertBook(cache.num_gpu_blocks, cache.block_size)
 
     @property
     def free_slots(self) -> int:
@@ -160,7 +165,6 @@ class VllmEngine:
         session.total, session.limit = start, min(start + request.max_new_tokens, self._max_tokens)
         session.running, session.tokens, session.logprobs, session.versions = True, [], [], []
         session.first = 0 if session.newest is None else used - 1
-        session.history += request.tokens
         self.counts += Counts(prompt_tokens=start, reused_tokens=0 if session.newest is None else used - 1)
         # vLLM forgets a session's newest token, which it never fed.
         tokens = [*request.tokens] if session.newest is None else [session.newest, *request.tokens]
@@ -215,8 +219,17 @@ class VllmEngine:
                 ended.append((session_key, session))
         if self._experts is not None:
             rows = self._core.collective_rpc("take_experts")[0]
-            self._experts.take(rows, {session.request_id: session.history for session in self._sessions.values()})
+            self._experts.take(rows, self._num_tokens, self._blocks_of)
         return [self._finish(*one) for one in ended]
+
+    def _num_tokens(self, request_id: str) -> int:
+        session = self._sessions[self._key_of[request_id]]
+        return session.total + (len(session.tokens) if session.running else 0)
+
+    def _blocks_of(self, request_id: str, first: int, last: int) -> list[int]:
+        """Numbers of the session's KV blocks [first, last)."""
+        manager = self._core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        return [block.block_id for block in manager.req_to_blocks[request_id][first:last]]
 
     def _record(self, session_key: str, session: _Session, output: Any) -> None:
         logprobs = output.new_logprobs.logprobs[:, 0]
@@ -226,7 +239,6 @@ class VllmEngine:
                 f"weights of version {self.version} give logits that are not finite, first in session {session_key}"
             )
         session.tokens += output.new_token_ids
-        session.history += output.new_token_ids
         session.logprobs += logprobs.tolist()
         session.versions += [self.version] * len(output.new_token_ids)
 
@@ -240,7 +252,7 @@ class VllmEngine:
         """What the session's newest turn has sampled; `broken` where it had not ended."""
         session = self._sessions[session_key]
         # The newest token was not fed yet; before the first one is sampled nothing is sure to have been read.
-        end = len(session.history) - 1 if session.tokens else session.first
+        end = self._num_tokens(session.request_id) - 1 if session.tokens else session.first
         return Finished(
             session_key=session_key,
             tokens=np.array(session.tokens, dtype=np.int32),
@@ -278,8 +290,6 @@ class VllmEngine:
         # To the names and shapes of a checkpoint, which are what vLLM reads: transformers fuses the experts of a layer.
         self._exchange(revert_weight_conversion(self._names, given))
         self._exchanges += 1
-        if self._experts is not None:
-            self._experts.exchange()
         self.version = Version(*version)
 
     def _exchange(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -313,7 +323,7 @@ class VllmEngine:
     def _score(self, token_lists: dict[int, list[int]]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         for index, tokens in token_lists.items():
             self._ask(
-                f"probe-{index}", tokens, str(self._exchanges),
+                f"probe-{index}", tokens, f"probe-{self._exchanges}",
                 params=_sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0),
             )  # fmt: skip
         left = len(token_lists)

@@ -1,27 +1,28 @@
 """Which experts vLLM chose for each position of each session, for routing replay (sources R6).
 
 In a worker (`ExpertCapture`): vLLM's capturer stands at every router; behind each step its rows are cut by request and
-position. In the engine (`ExpertBook`): the rows of a session, each of the pass that computed the position first. Those of a
-prefix that a new session takes from vLLM's cache are rows of the session that has computed it, found by what the prefix is:
-the book keeps the full blocks of all sessions begun since the last exchange of weights, as long as vLLM's cache may give them.
+position. In the engine (`ExpertBook`): the rows of a session, each of the pass that computed the position first. A row lies,
+too, where the keys and values of its position lie, so a session that takes a prefix from vLLM's cache takes the rows of what
+it reads there.
 
-Failure: routers that vLLM cannot watch are a ValueError at the start; a position that nobody saw computed is a MilesError.
+Failure: routers that vLLM cannot watch are a ValueError at the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
+import numpy.typing as npt
 
 from miles_core.errors import MilesError
 from miles_core.routers import Experts
 
 Rows = tuple[str, int, Experts]
 """Request id, position of the first row, [n, layers, k] expert ids."""
+BlocksOf = Callable[[str, int, int], Sequence[int]]
 
 
 class ExpertCapture:
@@ -69,89 +70,68 @@ class ExpertCapture:
 class _Session:
     """Rows of one session, by position."""
 
-    shares: bool
-    """Its full blocks may be found by new sessions."""
     rows: Experts
     """[room, layers, k]"""
     known: int = 0
     """Positions that have a row."""
-    keys: list[bytes] = field(default_factory=list)
-    """Of its full blocks: each says what lies in it and in all before it."""
-    hasher: Any = field(default_factory=xxhash.xxh3_128)
+
+    def write(self, start: int, rows: Experts) -> None:
+        """What has a row keeps it: the cache may be too small, and vLLM computes a position anew."""
+        end = start + len(rows)
+        if end <= self.known:
+            return
+        if end > len(self.rows):
+            grown = np.zeros((max(end, 2 * len(self.rows)), *rows.shape[1:]), rows.dtype)
+            if self.known:
+                grown[: self.known] = self.rows[: self.known]
+            self.rows = grown
+        self.rows[self.known : end] = rows[self.known - start :]
+        self.known = end
 
 
 class ExpertBook:
-    """In the engine. `block_tokens`: of a block of vLLM's prefix cache."""
+    """In the engine. `blocks` of `block_tokens` positions: of vLLM's KV cache; every place in it has a row, too."""
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block = block_tokens
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        self._places, self._block = blocks * block_tokens, block_tokens
+        self._cached: Experts | None = None
+        """[places, layers, k]; pages that nobody wrote cost nothing."""
         self._sessions: dict[str, _Session] = {}
-        self._blocks: dict[bytes, Experts] = {}
 
     def open(self, request_id: str) -> None:
         """A session has begun."""
-        self._sessions[request_id] = _Session(shares=True, rows=np.zeros((0, 0, 0), np.uint8))
+        self._sessions[request_id] = _Session(np.zeros((0, 0, 0), np.uint8))
 
     def close(self, request_id: str) -> None:
-        """It has ended; its blocks can still be found."""
+        """It has ended."""
         del self._sessions[request_id]
 
-    def exchange(self) -> None:
-        """Weights have changed: no new session is given what was computed before."""
-        self._blocks.clear()
-        for session in self._sessions.values():
-            session.shares = False
-
-    def take(self, step: Sequence[Rows], tokens: dict[str, Sequence[int]]) -> None:
-        """Rows of one step; `tokens`: all that each session has behind it, the newest was not fed yet. Raises MilesError."""
-        # Of one step, too, a prefix may be another's: whoever has it begins further in front.
-        for request_id, start, rows in sorted(step, key=lambda row: row[1]):
-            session = self._sessions.get(request_id)
-            if session is None:  # released meanwhile
-                continue
+    def take(self, step: Sequence[Rows], tokens: Callable[[str], int], blocks: BlocksOf) -> None:
+        """Rows of the step that just ended. `tokens`: how many a session has behind it, the newest was not fed yet; `blocks`:
+        the numbers of some of a session's KV blocks, [first, last)."""
+        mine = [(request_id, start, rows) for request_id, start, rows in step if request_id in self._sessions]
+        if not mine:
+            return
+        given = np.concatenate([rows for _, _, rows in mine])
+        if self._cached is None:
+            self._cached = np.zeros((self._places, *given.shape[1:]), given.dtype)
+        # First all of them: of one step, too, a prefix may be what another session computes in it.
+        places = [self._places_of(blocks, request_id, start, start + len(rows)) for request_id, start, rows in mine]
+        self._cached[np.concatenate(places)] = given
+        for request_id, start, rows in mine:
+            session = self._sessions[request_id]
             if start > session.known:
-                self._borrow(request_id, session, tokens[request_id], start)
-            self._write(session, start, rows)
-            session.known = min(session.known, len(tokens[request_id]) - 1)  # beyond lie guesses that were not kept
-            self._share(session, tokens[request_id])
+                session.write(session.known, self._cached[self._places_of(blocks, request_id, session.known, start)])
+            session.write(start, rows)
+            session.known = min(session.known, tokens(request_id) - 1)  # beyond lie guesses that were not kept
 
-    def _borrow(self, request_id: str, session: _Session, tokens: Sequence[int], end: int) -> None:
-        self._name_blocks(session, tokens, end)
-        for number in range(session.known // self._block, -(-end // self._block)):
-            block = self._blocks.get(session.keys[number]) if number < len(session.keys) else None
-            if block is None:
-                raise MilesError(
-                    f"{request_id}: vLLM computed it from position {end} on, and nobody saw which experts it chose for those "
-                    f"from {session.known} on; set learner.routing_replay: false, or engine: torch, and tell us"
-                )
-            self._write(session, number * self._block, block)
-
-    def _write(self, session: _Session, start: int, rows: Experts) -> None:
-        """What has a row keeps it: the cache may be too small, and vLLM computes a position anew."""
-        end = start + len(rows)
-        if end <= session.known:
-            return
-        if end > len(session.rows):
-            grown = np.zeros((max(end, 2 * len(session.rows)), *rows.shape[1:]), rows.dtype)
-            if session.known:
-                grown[: session.known] = session.rows[: session.known]
-            session.rows = grown
-        session.rows[session.known : end] = rows[session.known - start :]
-        session.known = end
-
-    def _share(self, session: _Session, tokens: Sequence[int]) -> None:
-        if not session.shares:
-            return
-        first = len(session.keys)
-        self._name_blocks(session, tokens, session.known)
-        for number in range(first, len(session.keys)):
-            span = slice(number * self._block, (number + 1) * self._block)
-            self._blocks.setdefault(session.keys[number], session.rows[span].copy())
-
-    def _name_blocks(self, session: _Session, tokens: Sequence[int], end: int) -> None:
-        for begin in range(len(session.keys) * self._block, end - self._block + 1, self._block):
-            session.hasher.update(np.array(tokens[begin : begin + self._block], dtype=np.int64).tobytes())
-            session.keys.append(session.hasher.digest())
+    def _places_of(self, blocks: BlocksOf, request_id: str, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Of the positions [begin, end)."""
+        first = begin // self._block
+        held = np.array(blocks(request_id, first, (end - 1) // self._block + 1))
+        positions = np.arange(begin, end)
+        places: npt.NDArray[np.int64] = held[positions // self._block - first] * self._block + positions % self._block
+        return places
 
     def of(self, request_id: str, first: int, end: int) -> Experts:
         """A copy of the rows of [first, end). Raises MilesError where one is missing."""

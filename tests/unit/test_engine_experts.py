@@ -125,6 +125,15 @@ def test_prompts_that_others_have_read_and_conversations_that_branch(make: Make)
     play.check(models_of("qwen3_moe", V0))
 
 
+def test_a_prompt_that_was_probed_before(make: Make) -> None:
+    play = Play(make("qwen3_moe"))
+    probed = prompt(np.random.default_rng(3), 70, 71)
+    play.engine.logprobs([list(probed)])
+    play.ask("a", (*probed, 7), 4)
+    play.finish()
+    play.check(models_of("qwen3_moe", V0))
+
+
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_exchanges_in_the_middle_of_turns_and_what_is_read_anew_behind_them(make: Make, kind: Kind) -> None:
     """Behind each exchange two sessions read what was read before; of such twins the second may take it from the first."""
