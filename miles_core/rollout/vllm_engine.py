@@ -290,7 +290,18 @@ class VllmEngine:
         # To the names and shapes of a checkpoint, which are what vLLM reads: transformers fuses the experts of a layer.
         self._exchange(revert_weight_conversion(self._names, given))
         self._exchanges += 1
+        self._salt_unread()
         self.version = Version(*version)
+
+    def _salt_unread(self) -> None:
+        """What has no place in the KV cache now, because it waits or lost it, is read with the new weights from its beginning."""
+        requests = self._core.engine_core.scheduler.requests
+        for session in self._sessions.values():
+            request = requests[session.request_id]
+            if request.num_computed_tokens == 0:
+                request.cache_salt = session.salt = str(self._exchanges)
+                request.block_hashes.clear()
+                request.update_block_hashes()
 
     def _exchange(self, tensors: dict[str, torch.Tensor]) -> None:
         if self._is_in_process:
