@@ -294,7 +294,7 @@ class VllmEngine:
         self.version = Version(*version)
 
     def _salt_unread(self) -> None:
-        """What has no place in the KV cache now, because it waits or lost it, is read with the new weights from its beginning."""
+        """What has no place in the KV cache, because it waits or lost it, is read with the new weights from its beginning."""
         requests = self._core.engine_core.scheduler.requests
         for session in self._sessions.values():
             request = requests[session.request_id]

@@ -70,8 +70,8 @@ def test_weights_change_between_steps_and_every_token_names_its_version(make: Ma
 
 
 def test_a_new_session_reads_nothing_that_older_weights_have_computed(make: Make) -> None:
-    """One long prompt under three versions, by sessions begun before an exchange and behind it; one that was read under the first
-    goes on under the last, with the keys it has."""
+    """One long prompt under three versions, by sessions begun before an exchange and behind it; one that was read under the
+    first goes on under the last, with the keys it has."""
     history, models = (
         History(make()),
         {V0: contract_model("qwen3"), V1: contract_model("qwen3", 1), V2: contract_model("qwen3", 2)},
