@@ -31,7 +31,7 @@ from miles_core.paths import RunPaths, check_trusted
 from miles_core.recipe import EnvironmentSpec, Recipe
 from miles_core.records import FileDigest
 from miles_core.rollout.chat import check_family
-from miles_core.rollout.model_limits import check_replay
+from miles_core.rollout.model_limits import check_mixture
 from miles_core.run import RunConfig, read_run
 from miles_core.store.fs import FileSystem
 from miles_core.store.publish import publish_exclusive, temp_path
@@ -152,8 +152,9 @@ def ensure_run(recipe: Recipe, profile: ClusterProfile, run_id: str, base_model:
     Raises RunDirectoryError, and RecipeError for a model that a pool's engine cannot serve.
     """
     paths = RunPaths(run_root(profile, run_id))
-    if any(pool.engine == "vllm" for pool in recipe.rollout.pools):
-        check_replay(json.loads((base_model / "config.json").read_text()), record_experts=recipe.learner.routing_replay)
+    if (config := base_model / "config.json").is_file():
+        learner = recipe.learner
+        check_mixture(json.loads(config.read_text()), replay=learner.routing_replay, freeze=learner.freeze_router)
     try:
         if not paths.run_file.exists():
             _make_run(paths, recipe, profile, run_id, base_model)

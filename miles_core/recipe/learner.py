@@ -120,7 +120,8 @@ class LearnerSpec(Closed):
     routing_replay: bool = True
     """For a mixture of experts: rollout records the experts of each token, the learner's forward pass takes the same ones
     (sources R6, L3). Without effect on a dense model, which has no experts; so it is one switch for all recipes, and a
-    recipe need not know what is in `model.path`. False: the learner's routers choose anew, nothing is recorded."""
+    recipe need not know what is in `model.path`. False: the learner's routers choose anew, nothing is recorded. While it is on
+    vLLM samples a mixture without CUDA graphs, which is slower."""
     freeze_router: bool = True
     """For a mixture of experts: its routers keep the base model's weights (sources L9; the MiMo report's cure for routers that
     collapse). Without effect on a dense model."""

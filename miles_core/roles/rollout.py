@@ -37,7 +37,7 @@ def make_engine(context: RoleContext, pool: RolloutPool, end_id: int, index: int
     if pool.engine == "vllm":
         from miles_core.rollout.vllm_engine import VllmEngine
 
-        # Alone it finds its GPUs itself: who asks torch for them first keeps it from forking its workers.
+        # Alone it has all GPUs of its job, and without tensor_parallel its model is in this process.
         return VllmEngine(folder, spec=pool.vllm, gpus=gpus_of(pool, index) if pool.engines > 1 else (), **settings)
     gpus = gpus_of(pool, index)
     from miles_core.rollout.torch_engine import TorchEngine

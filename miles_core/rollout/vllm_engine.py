@@ -16,8 +16,9 @@ and with engines in workers of their own; on GPUs untested.
 from __future__ import annotations
 
 import gc
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ from miles_core.errors import MilesError, RecipeError
 from miles_core.recipe import LoraSpec, VllmSpec
 from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Finished, Request
-from miles_core.rollout.model_limits import check_replay
+from miles_core.rollout.model_limits import check_kernels, check_model, head_size
 from miles_core.rollout.torch_engine import match_weights
 from miles_core.rollout.vllm_experts import ExpertBook
 from miles_core.rollout.vllm_worker import files_of_memory
@@ -42,8 +43,6 @@ from miles_core.routers import FAMILIES
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV block on a CPU, the smallest that its kernels like."""
-CPU_EXPERT_WIDTH = 32
-"""Its kernel for CPUs pads experts of other widths, and its reload does not."""
 CPU_STEP_TOKENS = 2048
 """Tokens that a step reads on a CPU, and more where a whole context is longer. A prompt is not read in parts there: vLLM 0.32
 would take back the draw of each part but the last, which a generator of a CPU cannot do, and dies."""
@@ -52,6 +51,8 @@ PROBES = 16
 SESSION = "session-"
 """What the request ids of sessions begin with."""
 _GIB = 1 << 30
+
+log = logging.getLogger("miles")
 
 
 @dataclass
@@ -96,7 +97,7 @@ class VllmEngine:
         gpus: tuple[str, ...] = (),
     ) -> None:
         config = AutoConfig.from_pretrained(folder)
-        _check_model(config, max_tokens, record_experts=record_experts)
+        check_model(config, max_tokens, record_experts=record_experts)
         has_record = record_experts and config.model_type in FAMILIES
         with _only_these(gpus):
             self._core = _start(
@@ -128,11 +129,15 @@ class VllmEngine:
                 f"learner.routing_replay: vLLM cannot say which experts {folder} chooses ({error}); set it to false, or "
                 f"engine: torch"
             ) from error
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
         core = self._core.engine_core
-        if len(core.scheduler.kv_cache_manager.coordinator.single_type_managers) > 1:
+        kinds = [type(one) for one in core.scheduler.kv_cache_manager.coordinator.single_type_managers]
+        if kinds != [FullAttentionManager]:
             raise RecipeError(
-                f"learner.routing_replay: {folder} has several kinds of KV cache in vLLM, and experts are recorded for one; "
-                f"set it to false, or engine: torch"
+                f"learner.routing_replay: {folder} has a KV cache that does not keep all positions alike "
+                f"({', '.join(kind.__name__ for kind in kinds)}), and vLLM's experts are recorded by their place in it; set it "
+                f"to false, or engine: torch"
             )
         cache = core.vllm_config.cache_config
         return ExpertBook(cache.num_gpu_blocks, cache.block_size)
@@ -205,22 +210,18 @@ class VllmEngine:
         """Samples for the running turns and returns those that finished; their slots stay taken."""
         if not self.running:
             return []
-        ended = []
         outputs = self._core.get_output()
+        rows = [] if self._experts is None else self._core.collective_rpc("take_experts")[0]
+        self._check_finite(outputs.outputs)
         if outputs.scheduler_stats is not None and (guessed := outputs.scheduler_stats.spec_decoding_stats) is not None:
             self.counts += Counts(drafted_tokens=guessed.num_draft_tokens, accepted_tokens=guessed.num_accepted_tokens)
         for output in outputs.outputs:
-            session_key = self._key_of[output.request_id]
-            session = self._sessions[session_key]
             if output.prefill_stats is not None:
                 self.counts += Counts(reused_tokens=output.prefill_stats.num_cached_tokens)
-            self._record(session_key, session, output)
-            if output.finish_reason is not None:
-                ended.append((session_key, session))
+            self._record(self._sessions[self._key_of[output.request_id]], output)
         if self._experts is not None:
-            rows = self._core.collective_rpc("take_experts")[0]
             self._experts.take(rows, self._num_tokens, self._blocks_of)
-        return [self._finish(*one) for one in ended]
+        return [self._finish(self._key_of[output.request_id]) for output in outputs.outputs if output.finish_reason is not None]
 
     def _num_tokens(self, request_id: str) -> int:
         session = self._sessions[self._key_of[request_id]]
@@ -231,21 +232,29 @@ class VllmEngine:
         manager = self._core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         return [block.block_id for block in manager.req_to_blocks[request_id][first:last]]
 
-    def _record(self, session_key: str, session: _Session, output: Any) -> None:
-        logprobs = output.new_logprobs.logprobs[:, 0]
-        if not np.isfinite(logprobs).all():
-            self._is_poisoned = True
-            raise MilesError(
-                f"weights of version {self.version} give logits that are not finite, first in session {session_key}"
-            )
+    def _check_finite(self, outputs: Sequence[Any]) -> None:
+        """Before anything of a step is recorded: what the turns had sampled until then stays true."""
+        for output in outputs:
+            if not np.isfinite(output.new_logprobs.logprobs[:, 0]).all():
+                self._is_poisoned = True
+                raise MilesError(
+                    f"weights of version {self.version} give logits that are not finite, first in session "
+                    f"{self._key_of[output.request_id]}"
+                )
+
+    def _record(self, session: _Session, output: Any) -> None:
         session.tokens += output.new_token_ids
-        session.logprobs += logprobs.tolist()
+        session.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         session.versions += [self.version] * len(output.new_token_ids)
 
-    def _finish(self, session_key: str, session: _Session) -> Finished:
+    def _finish(self, session_key: str) -> Finished:
+        session = self._sessions[session_key]
         session.running = False
         session.total += len(session.tokens)
         session.newest = session.tokens[-1]
+        # vLLM counts guesses behind the end token as read, and would then not forget the newest token, which is fed again.
+        request = self._core.engine_core.scheduler.requests[session.request_id]
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         return self.so_far(session_key)
 
     def so_far(self, session_key: str) -> Finished:
@@ -361,16 +370,6 @@ class VllmEngine:
                 setattr(scheduler, name, value)
 
 
-def _check_model(config: Any, max_tokens: int, *, record_experts: bool) -> None:
-    """Raises RecipeError for what vLLM would not run, in the words of the recipe."""
-    check_replay(config.to_dict(), record_experts=record_experts)
-    if max_tokens > config.max_position_embeddings:
-        raise RecipeError(
-            f"environment.max_tokens={max_tokens} is more than the model's max_position_embeddings="
-            f"{config.max_position_embeddings}; lower it"
-        )
-
-
 def _sampling_params(**settings: Any) -> Any:
     """Temperature alone shapes the distribution, and a turn ends at our end token alone."""
     from vllm import SamplingParams
@@ -410,9 +409,14 @@ def _start(
     is_cpu = current_platform.is_cpu()
     kv_bytes = None if spec.kv_cache_gib is None else int(spec.kv_cache_gib * _GIB)
     if is_cpu:
-        _check_kernels(config, spec)
+        check_kernels(config, spec)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler takes longer than a short run
         kv_bytes = kv_bytes or _bytes_of_all_slots(config, dtype, slots, max_tokens)
+    elif has_record:
+        log.warning(
+            "learner.routing_replay: vLLM runs without CUDA graphs, which would not see who records its experts; sampling is "
+            "slower for it"
+        )
     longest = min(max_tokens + 1, config.max_position_embeddings)
     try:
         settings = EngineArgs(
@@ -449,36 +453,9 @@ def _set_environment() -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_gib
 
 
-def _check_kernels(config: Any, spec: VllmSpec) -> None:
-    """Raises RecipeError for what vLLM's kernels for CPUs do not compute, or compute wrongly."""
-    if spec.ngram is not None:
-        raise RecipeError(
-            "rollout.pools.vllm.ngram: vLLM 0.32 on a CPU checks guessed tokens at a wrong temperature (greedy is right), "
-            "so samples and their logprobs would be wrong; remove it"
-        )
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if _head_size(config) not in sizes:
-        raise RecipeError(
-            f"model: vLLM on a CPU computes attention heads of {', '.join(map(str, sizes))}, this model has head_dim="
-            f"{_head_size(config)}; set engine: torch"
-        )
-    width = getattr(config, "moe_intermediate_size", None)
-    if width is not None and width % (CPU_EXPERT_WIDTH * spec.tensor_parallel):
-        raise RecipeError(
-            f"model: vLLM on a CPU exchanges experts of a width that {CPU_EXPERT_WIDTH} x tensor_parallel="
-            f"{spec.tensor_parallel} divides, this model has moe_intermediate_size={width}; set engine: torch"
-        )
-
-
-def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def _bytes_of_all_slots(config: Any, dtype: str, slots: int, max_tokens: int) -> int:
     """KV cache in which no session ever has to wait, with room for probes."""
     width = getattr(torch, dtype).itemsize
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * _head_size(config) * width
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * width
     blocks = (slots + PROBES) * (-(-(max_tokens + 1) // CPU_BLOCK_TOKENS) + 1) + 1
     return int(blocks * CPU_BLOCK_TOKENS * token)

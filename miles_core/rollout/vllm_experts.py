@@ -5,7 +5,7 @@ position. In the engine (`ExpertBook`): the rows of a session, each of the pass 
 too, where the keys and values of its position lie, so a session that takes a prefix from vLLM's cache takes the rows of what
 it reads there.
 
-Failure: routers that vLLM cannot watch are a ValueError at the start.
+Failure: routers that vLLM cannot watch are a ValueError at the start; a cached position without a row is a MilesError.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class ExpertBook:
         self._places, self._block = blocks * block_tokens, block_tokens
         self._cached: Experts | None = None
         """[places, layers, k]; pages that nobody wrote cost nothing."""
+        self._is_written = np.zeros(self._places, np.bool_)
         self._sessions: dict[str, _Session] = {}
 
     def open(self, request_id: str) -> None:
@@ -108,7 +109,7 @@ class ExpertBook:
 
     def take(self, step: Sequence[Rows], tokens: Callable[[str], int], blocks: BlocksOf) -> None:
         """Rows of the step that just ended. `tokens`: how many a session has behind it, the newest was not fed yet; `blocks`:
-        the numbers of some of a session's KV blocks, [first, last)."""
+        the numbers of some of a session's KV blocks, [first, last). Raises MilesError."""
         mine = [(request_id, start, rows) for request_id, start, rows in step if request_id in self._sessions]
         if not mine:
             return
@@ -118,12 +119,22 @@ class ExpertBook:
         # First all of them: of one step, too, a prefix may be what another session computes in it.
         places = [self._places_of(blocks, request_id, start, start + len(rows)) for request_id, start, rows in mine]
         self._cached[np.concatenate(places)] = given
+        self._is_written[np.concatenate(places)] = True
         for request_id, start, rows in mine:
             session = self._sessions[request_id]
             if start > session.known:
-                session.write(session.known, self._cached[self._places_of(blocks, request_id, session.known, start)])
+                session.write(session.known, self._read(self._places_of(blocks, request_id, session.known, start), request_id))
             session.write(start, rows)
             session.known = min(session.known, tokens(request_id) - 1)  # beyond lie guesses that were not kept
+
+    def _read(self, places: npt.NDArray[np.int64], request_id: str) -> Experts:
+        assert self._cached is not None
+        if not self._is_written[places].all():
+            raise MilesError(
+                f"{request_id}: vLLM took tokens from its cache of which nobody saw the experts; set learner.routing_replay: "
+                f"false, or engine: torch, and tell us"
+            )
+        return self._cached[places]
 
     def _places_of(self, blocks: BlocksOf, request_id: str, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Of the positions [begin, end)."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from miles_core.rollout.vllm_experts import ExpertCapture, Rows
 
 SHARD_BYTES = 1 << 30
-"""Of weights in one file; besides the weights and the files no more than one of these is in memory."""
+"""Of weights in one file; a larger tensor has one of its own. In memory are the weights, the files, and twice one of them."""
 
 
 class MilesWorker:

@@ -41,9 +41,9 @@ class Play:
         self.asked: dict[str, tuple[int, ...]] = {}
         self.turns: dict[str, Turns] = {}
 
-    def ask(self, key: str, tokens: tuple[int, ...], limit: int) -> None:
+    def ask(self, key: str, tokens: tuple[int, ...], limit: int, temperature: float = 1.0) -> None:
         self.asked[key] = tokens
-        self.engine.add(Request(key, tokens, limit, 1.0, seed=sum(key.encode())))
+        self.engine.add(Request(key, tokens, limit, temperature, seed=sum(key.encode())))
 
     def step(self) -> Iterator[str]:
         for turn in self.engine.step():

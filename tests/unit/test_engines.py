@@ -102,7 +102,9 @@ def test_settings_of_vllm_need_vllm_and_a_range() -> None:
 def test_a_mixture_whose_routing_nobody_can_replay_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8, "model_type": "gpt_oss"}))
     made = profile(runs_root=str(tmp_path / "runs"))
-    with pytest.raises(RecipeError, match=r"num_local_experts=8.* family gpt_oss .*learner.routing_replay: false"):
+    with pytest.raises(
+        RecipeError, match=r"num_local_experts=8.* family gpt_oss .*routing_replay: false and learner.freeze_router"
+    ):
         ensure_run(recipe(), made, "one", tmp_path)
     assert not (tmp_path / "runs").exists()
 
