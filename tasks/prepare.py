@@ -152,9 +152,7 @@ def ensure_run(recipe: Recipe, profile: ClusterProfile, run_id: str, base_model:
     Raises RunDirectoryError, and RecipeError for a model that a pool's engine cannot serve.
     """
     paths = RunPaths(run_root(profile, run_id))
-    if (config := base_model / "config.json").is_file():
-        learner = recipe.learner
-        check_mixture(json.loads(config.read_text()), replay=learner.routing_replay, freeze=learner.freeze_router)
+    _check_models(recipe, base_model)
     try:
         if not paths.run_file.exists():
             _make_run(paths, recipe, profile, run_id, base_model)
@@ -165,6 +163,19 @@ def ensure_run(recipe: Recipe, profile: ClusterProfile, run_id: str, base_model:
         ) from error
     _check_same(paths, recipe, profile)
     return paths
+
+
+def _check_models(recipe: Recipe, base_model: Path) -> None:
+    if (config := base_model / "config.json").is_file():
+        learner = recipe.learner
+        check_mixture(json.loads(config.read_text()), replay=learner.routing_replay, freeze=learner.freeze_router)
+    for pool in recipe.rollout.pools:
+        draft = None if pool.vllm is None else pool.vllm.draft
+        if draft is not None and not (Path(draft.model) / "config.json").is_file():
+            raise RecipeError(
+                f"rollout.pools.{pool.name}.vllm.draft.model: {draft.model} is no model folder (it has no config.json); name "
+                f"one that the nodes see, too"
+            )
 
 
 def _make_run(paths: RunPaths, recipe: Recipe, profile: ClusterProfile, run_id: str, base_model: Path) -> None:

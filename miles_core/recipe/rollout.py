@@ -26,6 +26,15 @@ class NgramSpec(Closed):
         return self
 
 
+class DraftSpec(Closed):
+    """Speculation with a draft model. It is never trained: the more the policy learns, the less of its guesses is kept."""
+
+    model: str = Field(min_length=1)
+    """A model folder that the nodes see, with the policy's tokenizer."""
+    tokens: int = Field(default=3, ge=1)
+    """As of `ngram`."""
+
+
 class VllmSpec(Closed):
     """What vLLM is told, per engine."""
 
@@ -38,6 +47,14 @@ class VllmSpec(Closed):
     """GPUs that share one engine's model."""
     ngram: NgramSpec | None = None
     """Speculative decoding; `{}` turns it on with its defaults. It pays where answers repeat what was read."""
+    draft: DraftSpec | None = None
+    """Speculative decoding with a smaller model, in place of `ngram`."""
+
+    @model_validator(mode="after")
+    def _guesses_come_from_one(self) -> Self:
+        if self.ngram is not None and self.draft is not None:
+            raise ValueError("vllm: it has ngram and draft, and guesses come from one of them; remove the other")
+        return self
 
 
 class RolloutPool(Closed):

@@ -52,10 +52,11 @@ def check_model(config: Any, max_tokens: int, *, record_experts: bool) -> None:
 
 def check_kernels(config: Any, spec: VllmSpec) -> None:
     """Raises RecipeError for what vLLM's kernels for CPUs do not compute, or compute wrongly."""
-    if spec.ngram is not None:
+    if spec.ngram is not None or spec.draft is not None:
+        name = "ngram" if spec.draft is None else "draft"
         raise RecipeError(
-            "rollout.pools.vllm.ngram: vLLM 0.32 on a CPU checks guessed tokens at a wrong temperature (greedy is right), "
-            "so samples and their logprobs would be wrong; remove it"
+            f"rollout.pools.vllm.{name}: vLLM 0.32 on a CPU checks guessed tokens at a wrong temperature (greedy is right), so "
+            f"samples and their logprobs would be wrong; remove it"
         )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

@@ -430,10 +430,7 @@ def _start(
             tensor_parallel_size=spec.tensor_parallel, distributed_executor_backend="mp" if has_workers else None,
             async_scheduling=False, logprobs_mode="processed_logprobs",
             worker_extension_cls="miles_core.rollout.vllm_worker.MilesWorker",
-            speculative_config=None if spec.ngram is None else {
-                "method": "ngram", "num_speculative_tokens": spec.ngram.tokens,
-                "prompt_lookup_min": spec.ngram.match_min, "prompt_lookup_max": spec.ngram.match_max,
-            },
+            speculative_config=_speculation(spec),
         ).create_engine_config(UsageContext.ENGINE_CONTEXT)  # fmt: skip
         return EngineCoreClient.make_client(
             multiprocess_mode=False, asyncio_mode=False, vllm_config=settings, executor_class=Executor.get_class(settings),
@@ -441,6 +438,17 @@ def _start(
         )  # fmt: skip
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise RecipeError(f"engine vllm does not start with {folder}, {slots} slots and {spec}: {error}") from error
+
+
+def _speculation(spec: VllmSpec) -> dict[str, Any] | None:
+    if spec.draft is not None:
+        return {"method": "draft_model", "model": spec.draft.model, "num_speculative_tokens": spec.draft.tokens}
+    if spec.ngram is not None:
+        return {
+            "method": "ngram", "num_speculative_tokens": spec.ngram.tokens,
+            "prompt_lookup_min": spec.ngram.match_min, "prompt_lookup_max": spec.ngram.match_max,
+        }  # fmt: skip
+    return None
 
 
 def _set_environment() -> None:

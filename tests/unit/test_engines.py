@@ -97,6 +97,8 @@ def test_settings_of_vllm_need_vllm_and_a_range() -> None:
         RolloutPool.model_validate({"vllm": {}})
     with pytest.raises(ValidationError, match="match_min=5 is over match_max=4"):
         RolloutPool.model_validate({"engine": "vllm", "vllm": {"ngram": {"match_min": 5}}})
+    with pytest.raises(ValidationError, match="ngram and draft, and guesses come from one of them"):
+        RolloutPool.model_validate({"engine": "vllm", "vllm": {"ngram": {}, "draft": {"model": "/models/small"}}})
 
 
 def test_a_mixture_whose_routing_nobody_can_replay_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -106,6 +108,14 @@ def test_a_mixture_whose_routing_nobody_can_replay_is_refused_before_anything_is
         RecipeError, match=r"num_local_experts=8.* family gpt_oss .*routing_replay: false and learner.freeze_router"
     ):
         ensure_run(recipe(), made, "one", tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_draft_model_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    pool = {"engine": "vllm", "vllm": {"draft": {"model": str(tmp_path / "small")}}}
+    made = profile(runs_root=str(tmp_path / "runs"))
+    with pytest.raises(RecipeError, match=r"pools\.main\.vllm\.draft\.model: .*small is no model folder"):
+        ensure_run(recipe(pool), made, "one", tmp_path)
     assert not (tmp_path / "runs").exists()
 
 

@@ -248,6 +248,27 @@ def test_what_turns_had_sampled_before_the_weights_broke_can_be_handed_on(tmp_pa
         assert part.reason == "broken" and part.versions == (V0,) * 3 and len(part.experts) == 12
 
 
+def test_guesses_of_a_draft_model_over_turns_that_are_cut_and_an_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, which vLLM checks rightly on a CPU; the draft is the policy as it was."""
+    monkeypatch.setattr("miles_core.rollout.vllm_engine.check_kernels", lambda *given: None)
+    folder = save_model(tmp_path, "qwen3_moe")
+    engine = engine_of(folder, spec=VllmSpec.model_validate({"draft": {"model": str(folder)}}), end_id=-1)
+    history, models, rng = (
+        History(engine),
+        {V0: model_of("qwen3_moe", 0), V1: model_of("qwen3_moe", 1)},
+        np.random.default_rng(0),
+    )
+    for version in (V0, V0, V1):
+        if version != engine.version:
+            engine.load_weights(models[version].state_dict(), version)
+        for key in "abc":
+            history.ask(key, prompt(rng, 5, 12), 14, temperature=0.0)
+        history.finish()
+    assert history.worst(models) < EXACT and engine.counts.accepted_tokens > 2 * 3 * 7
+
+
 def test_a_turn_that_ends_inside_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses behind the end are no part of the session. Greedy, which vLLM checks rightly on a CPU; all guesses are right. The
     last test here: a process that has guessed once starts no other engine on a CPU (vLLM stumbles over numba then)."""
