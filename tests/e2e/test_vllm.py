@@ -18,8 +18,10 @@ from cluster.engines import DEFAULT_VLLM_PYTHON, vllm_version
 from cluster.slurm.devslurm import DevSlurm, slurm_available
 from miles_core.errors import RecipeError
 from miles_core.tracking.metrics import read_metrics
+from miles_core.trajectories.shards import read_shard
 from tests.e2e.runs import REPOSITORY, ledger_of, miles, start_miles, summary_of
 from tests.slurm.site import cluster_file
+from tests.unit.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.timeout(1200)]
 
@@ -95,6 +97,24 @@ def test_two_replicas_on_slurm_sample_with_vllm_and_the_run_learns_from_them(
     check_engines(root, steps)
     if recipe == "chain_sum_vllm":
         check_export(tmp_path, root)
+
+
+def test_the_learner_replays_the_experts_that_vllm_chose(tmp_path: Path) -> None:
+    """A mixture of random weights: nothing is learnt, everything is recorded."""
+    model = save_tiny_model(tmp_path / "model", "qwen3_moe", hidden_size=64, head_dim=32, moe_intermediate_size=32)
+    settings = (
+        f"model.path={model}", "model.bootstrap=null", "rollout.pools=[{engine: vllm, slots: 16}]", "rollout.dtype=float32",
+        "steps=2", "evaluation.problems=8", "orchestrator.prompts=4", "orchestrator.samples=4",
+    )  # fmt: skip
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    run = start_miles(tmp_path, "run", "chain_sum_moe", "--run-id", "mixture", *arguments)
+    assert run.wait(timeout=600) == 0, (tmp_path / "output").read_text()
+    root = tmp_path / "runs" / "mixture"
+    rows = [row for shard in root.glob("trajectories/*/*/*.arrow") for row in read_shard(shard)]
+    assert len(rows) >= 32 and all(row.experts is not None and len(row.experts) == len(row.tokens) - 1 for row in rows)
+    metrics = ledger_of(root)[2].steps.steps[1].metrics
+    assert metrics["routing_missing_tokens"] == metrics["routing_changed_frac"] == 0, "float32 here and there"
+    assert metrics["logprob_gap_max"] < 1e-4
 
 
 def check_engines(root: Path, steps: int) -> None:
