@@ -31,7 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from miles_core.records import Version  # noqa: E402
 from miles_core.rollout.engine import Request  # noqa: E402
 from miles_core.rollout.router import RoutedEngine  # noqa: E402
-from miles_core.rollout.vllm_engine import CPU_BLOCK_TOKENS, VllmEngine  # noqa: E402
+from miles_core.rollout.vllm_engine import VllmEngine  # noqa: E402
+from miles_core.rollout.vllm_start import CPU_BLOCK_TOKENS  # noqa: E402
 from miles_core.runtime.machine import read_machine  # noqa: E402
 
 ENGINES, SLOTS, SESSIONS, TURNS, SEED = 2, 16, 16, 10, 0

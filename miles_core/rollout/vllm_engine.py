@@ -16,8 +16,7 @@ and with engines in workers of their own; on GPUs untested.
 from __future__ import annotations
 
 import gc
-import logging
-import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,24 +34,18 @@ from miles_core.errors import MilesError, RecipeError
 from miles_core.recipe import LoraSpec, VllmSpec
 from miles_core.records import Version
 from miles_core.rollout.engine import Counts, Finished, Request
-from miles_core.rollout.model_limits import check_kernels, check_model, head_size
+from miles_core.rollout.model_limits import check_model
 from miles_core.rollout.torch_engine import match_weights
 from miles_core.rollout.vllm_experts import ExpertBook
+from miles_core.rollout.vllm_start import PROBES, only_these, start_core
 from miles_core.rollout.vllm_worker import files_of_memory
 from miles_core.routers import FAMILIES
 
-CPU_BLOCK_TOKENS = 32
-"""Tokens of a KV block on a CPU, the smallest that its kernels like."""
-CPU_STEP_TOKENS = 2048
-"""Tokens that a step reads on a CPU, and more where a whole context is longer. A prompt is not read in parts there: vLLM 0.32
-would take back the draw of each part but the last, which a generator of a CPU cannot do, and dies."""
-PROBES = 16
-"""Sequences of `logprobs` computed at once, beside all slots."""
+STUCK_STEPS, GIVE_UP_STEPS = 2, 1000
+"""Steps one behind another in which vLLM computed nothing: sessions that wait lose their blocks then, and it raises then."""
+SPARE_BLOCKS = 2
 SESSION = "session-"
 """What the request ids of sessions begin with."""
-_GIB = 1 << 30
-
-log = logging.getLogger("miles")
 
 
 @dataclass
@@ -70,6 +63,14 @@ class _Session:
     newest: int | None = None
     """The token sampled last, which was not fed yet; None before the first."""
     running: bool = False
+    is_away: bool = False
+    """Between two turns: its blocks were taken, and its next turn reads it from its beginning."""
+    since: int = 0
+    """When its turn was asked for, or ended: the larger, the later."""
+    params: Any = None
+    """How its turn is sampled."""
+    history: list[int] = field(default_factory=list)
+    """All tokens of the session."""
     tokens: list[int] = field(default_factory=list)
     """Of the turn, as the two below."""
     logprobs: list[float] = field(default_factory=list)
@@ -99,8 +100,8 @@ class VllmEngine:
         config = AutoConfig.from_pretrained(folder)
         check_model(config, max_tokens, record_experts=record_experts)
         has_record = record_experts and config.model_type in FAMILIES
-        with _only_these(gpus):
-            self._core = _start(
+        with only_these(gpus):
+            self._core = start_core(
                 folder, config, dtype, slots, max_tokens, spec or VllmSpec(), has_workers=bool(gpus), has_record=has_record
             )
         self._experts = self._begin_record(folder) if has_record else None
@@ -115,7 +116,7 @@ class VllmEngine:
         self._end_id, self._slots, self._max_tokens = end_id, slots, max_tokens
         self._sessions: dict[str, _Session] = {}
         self._key_of: dict[str, str] = {}
-        self._made = self._exchanges = 0
+        self._made = self._exchanges = self._clock = self._empty_steps = 0
         self.counts = Counts()
         self._is_poisoned = False
         """Whether free KV blocks may hold what is not finite."""
@@ -170,20 +171,43 @@ class VllmEngine:
         session.total, session.limit = start, min(start + request.max_new_tokens, self._max_tokens)
         session.running, session.tokens, session.logprobs, session.versions = True, [], [], []
         session.first = 0 if session.newest is None else used - 1
-        self.counts += Counts(prompt_tokens=start, reused_tokens=0 if session.newest is None else used - 1)
-        # vLLM forgets a session's newest token, which it never fed.
-        tokens = [*request.tokens] if session.newest is None else [session.newest, *request.tokens]
         seed = xxhash.xxh3_64_intdigest(f"{request.seed}/{start}".encode()) >> 1
-        if session.newest is not None:
-            self._core.collective_rpc("seed_session", args=(session.request_id, seed, request.temperature))
-        self._ask(session.request_id, tokens, session.salt, resumable=True, params=_sampling_params(
+        session.params = _sampling_params(
             max_tokens=session.limit - start, temperature=request.temperature, seed=seed, logprobs=0,
             stop_token_ids=[self._end_id] if self._end_id >= 0 else [],
-        ))  # fmt: skip
+        )  # fmt: skip
+        session.history += request.tokens
+        session.since = self._tick()
+        self.counts += Counts(prompt_tokens=start)
+        if session.newest is None or session.is_away:
+            self._read_anew(request.session_key, session)
+            return
+        self.counts += Counts(reused_tokens=used - 1)
+        self._core.collective_rpc("seed_session", args=(session.request_id, seed, request.temperature))
+        # vLLM forgets a session's newest token, which it never fed.
+        self._ask(session.request_id, [session.newest, *request.tokens], session.salt, params=session.params, resumable=True)
+
+    def _read_anew(self, session_key: str, session: _Session) -> None:
+        """Asks for its turn by a request that reads the session from its beginning."""
+        if session.is_away:
+            before = session.request_id
+            session.request_id, session.salt, session.is_away = self._new_id(), str(self._exchanges), False
+            del self._key_of[before]
+            self._key_of[session.request_id] = session_key
+            if self._experts is not None:
+                self._experts.move(before, session.request_id)
+        self._ask(session.request_id, [*session.history], session.salt, params=session.params, resumable=True)
+
+    def _new_id(self) -> str:
+        self._made += 1
+        return f"{SESSION}{self._made}"
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
     def _take(self, session_key: str) -> _Session:
-        self._made += 1
-        session = _Session(request_id=f"{SESSION}{self._made}", salt=str(self._exchanges))
+        session = _Session(request_id=self._new_id(), salt=str(self._exchanges))
         self._sessions[session_key] = session
         self._key_of[session.request_id] = session_key
         if self._experts is not None:
@@ -213,6 +237,7 @@ class VllmEngine:
         outputs = self._core.get_output()
         rows = [] if self._experts is None else self._core.collective_rpc("take_experts")[0]
         self._check_finite(outputs.outputs)
+        self._go_on_if_stuck(moves=bool(outputs.outputs or self._core.engine_core.scheduler.running))
         if outputs.scheduler_stats is not None and (guessed := outputs.scheduler_stats.spec_decoding_stats) is not None:
             self.counts += Counts(drafted_tokens=guessed.num_draft_tokens, accepted_tokens=guessed.num_accepted_tokens)
         for output in outputs.outputs:
@@ -222,6 +247,54 @@ class VllmEngine:
         if self._experts is not None:
             self._experts.take(rows, self._num_tokens, self._blocks_of)
         return [self._finish(self._key_of[output.request_id]) for output in outputs.outputs if output.finish_reason is not None]
+
+    # --- a KV cache that is too small for all sessions ---------------------------------------------------------------
+
+    def _go_on_if_stuck(self, *, moves: bool) -> None:
+        """vLLM takes blocks from turns that it samples, never from sessions that wait: where those hold all, nothing moves."""
+        self._empty_steps = 0 if moves else self._empty_steps + 1
+        if self._empty_steps >= STUCK_STEPS and not self._take_blocks() and self._empty_steps > GIVE_UP_STEPS:
+            raise MilesError(
+                f"vLLM samples none of {self.running} turns, and no session holds blocks of its KV cache: give it more "
+                f"(rollout.pools.vllm.kv_cache_gib or memory_fraction), or lower slots or environment.max_tokens"
+            )
+
+    def _take_blocks(self) -> bool:
+        """Of the session that has waited longest between two turns, else of the turn that was asked for last and waits. False:
+        nobody who waits holds any."""
+        requests, running = self._core.engine_core.scheduler.requests, self._core.engine_core.scheduler.running
+        idle = [(session.since, key) for key, session in self._sessions.items() if not session.running and not session.is_away]
+        if idle:
+            self._take_blocks_of(min(idle)[1])
+            return True
+        waiting = [
+            (session.since, key)
+            for key, session in self._sessions.items()
+            if session.running and (held := requests[session.request_id]).num_computed_tokens > 0 and held not in running
+        ]
+        if waiting:
+            self._take_blocks_of(max(waiting)[1])
+        return bool(waiting)
+
+    def _take_blocks_of(self, session_key: str) -> None:
+        session = self._sessions[session_key]
+        self._core.abort_requests([session.request_id])
+        session.is_away = True
+        if session.running:
+            self._read_anew(session_key, session)
+
+    def _make_room(self, tokens: int) -> None:
+        """So many tokens have a place in the KV cache, if it is large enough: turns that are sampled give theirs last."""
+        scheduler = self._core.engine_core.scheduler
+        blocks = -(-tokens // self._core.engine_core.vllm_config.cache_config.block_size) + SPARE_BLOCKS
+        while scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < blocks:
+            if not self._take_blocks():
+                if not scheduler.running:
+                    return
+                scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+        self._salt_unread()
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def _num_tokens(self, request_id: str) -> int:
         session = self._sessions[self._key_of[request_id]]
@@ -244,6 +317,7 @@ class VllmEngine:
 
     def _record(self, session: _Session, output: Any) -> None:
         session.tokens += output.new_token_ids
+        session.history += output.new_token_ids
         session.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         session.versions += [self.version] * len(output.new_token_ids)
 
@@ -251,7 +325,7 @@ class VllmEngine:
         session = self._sessions[session_key]
         session.running = False
         session.total += len(session.tokens)
-        session.newest = session.tokens[-1]
+        session.newest, session.since = session.tokens[-1], self._tick()
         # vLLM counts guesses behind the end token as read, and would then not forget the newest token, which is fed again.
         request = self._core.engine_core.scheduler.requests[session.request_id]
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -306,8 +380,8 @@ class VllmEngine:
         """What has no place in the KV cache, because it waits or lost it, is read with the new weights from its beginning."""
         requests = self._core.engine_core.scheduler.requests
         for session in self._sessions.values():
-            request = requests[session.request_id]
-            if request.num_computed_tokens == 0:
+            request = None if session.is_away else requests[session.request_id]
+            if request is not None and request.num_computed_tokens == 0:
                 request.cache_salt = session.salt = str(self._exchanges)
                 request.block_hashes.clear()
                 request.update_block_hashes()
@@ -333,6 +407,7 @@ class VllmEngine:
             raise ValueError(f"vLLM scores given tokens at temperature 1 only, asked for {temperature}")
         found = [np.zeros(0, dtype=np.float32)] * len(token_lists)
         waiting = [index for index, tokens in enumerate(token_lists) if len(tokens) > 1]
+        self._make_room(max((len(token_lists[index]) + 1 for index in waiting), default=0))
         with self._alone():
             for begin in range(0, len(waiting), PROBES):
                 for index, values in self._score({i: token_lists[i] for i in waiting[begin : begin + PROBES]}):
@@ -346,9 +421,15 @@ class VllmEngine:
                 f"probe-{index}", tokens, f"probe-{self._exchanges}",
                 params=_sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0),
             )  # fmt: skip
-        left = len(token_lists)
+        left, empty_steps = len(token_lists), 0
         while left:
-            for output in self._core.get_output().outputs:
+            outputs = self._core.get_output().outputs
+            empty_steps = 0 if outputs or self._core.engine_core.scheduler.running else empty_steps + 1
+            if empty_steps > GIVE_UP_STEPS:
+                raise MilesError(
+                    f"vLLM does not read a probe of {max(map(len, token_lists.values()))} tokens: its KV cache is full"
+                )
+            for output in outputs:
                 left -= 1
                 yield int(output.request_id[6:]), output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy().astype(np.float32)
 
@@ -375,95 +456,3 @@ def _sampling_params(**settings: Any) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(**settings, ignore_eos=True, detokenize=False)
-
-
-@contextmanager
-def _only_these(gpus: tuple[str, ...]) -> Iterator[None]:
-    """Inside, workers that vLLM starts see these GPUs alone."""
-    if not gpus:
-        yield
-        return
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    os.environ[name] = ",".join(gpus)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _start(
-    folder: Path, config: Any, dtype: str, slots: int, max_tokens: int, spec: VllmSpec, *, has_workers: bool, has_record: bool
-) -> Any:
-    """vLLM's engine core in this process. Raises RecipeError with its words where it refuses model or settings."""
-    _set_environment()
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.core_client import EngineCoreClient
-    from vllm.v1.executor.abstract import Executor
-
-    is_cpu = current_platform.is_cpu()
-    kv_bytes = None if spec.kv_cache_gib is None else int(spec.kv_cache_gib * _GIB)
-    if is_cpu:
-        check_kernels(config, spec)
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler takes longer than a short run
-        kv_bytes = kv_bytes or _bytes_of_all_slots(config, dtype, slots, max_tokens)
-    elif has_record:
-        log.warning(
-            "learner.routing_replay: vLLM runs without CUDA graphs, which would not see who records its experts; sampling is "
-            "slower for it"
-        )
-    longest = min(max_tokens + 1, config.max_position_embeddings)
-    try:
-        settings = EngineArgs(
-            model=str(folder), dtype=dtype, skip_tokenizer_init=True, seed=0, generation_config="vllm",
-            max_model_len=longest, max_num_seqs=slots + PROBES,
-            enable_chunked_prefill=False if is_cpu else None,
-            max_num_batched_tokens=max(CPU_STEP_TOKENS, longest) + slots + PROBES if is_cpu else None,
-            block_size=CPU_BLOCK_TOKENS if is_cpu else None, enable_prefix_caching=True,
-            enforce_eager=is_cpu or has_record,  # a recorded graph would not see who watches its routers
-            gpu_memory_utilization=spec.memory_fraction, kv_cache_memory_bytes=kv_bytes,
-            tensor_parallel_size=spec.tensor_parallel, distributed_executor_backend="mp" if has_workers else None,
-            async_scheduling=False, logprobs_mode="processed_logprobs",
-            worker_extension_cls="miles_core.rollout.vllm_worker.MilesWorker",
-            speculative_config=_speculation(spec),
-        ).create_engine_config(UsageContext.ENGINE_CONTEXT)  # fmt: skip
-        return EngineCoreClient.make_client(
-            multiprocess_mode=False, asyncio_mode=False, vllm_config=settings, executor_class=Executor.get_class(settings),
-            log_stats=True,  # what was guessed and kept is told there alone
-        )  # fmt: skip
-    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
-        raise RecipeError(f"engine vllm does not start with {folder}, {slots} slots and {spec}: {error}") from error
-
-
-def _speculation(spec: VllmSpec) -> dict[str, Any] | None:
-    if spec.draft is not None:
-        return {"method": "draft_model", "model": spec.draft.model, "num_speculative_tokens": spec.draft.tokens}
-    if spec.ngram is not None:
-        return {
-            "method": "ngram", "num_speculative_tokens": spec.ngram.tokens,
-            "prompt_lookup_min": spec.ngram.match_min, "prompt_lookup_max": spec.ngram.match_max,
-        }  # fmt: skip
-    return None
-
-
-def _set_environment() -> None:
-    """Before the first import of vLLM, which reads it. No report to anybody; the scheduler runs in this process."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn",
-    )  # fmt: skip
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_gib
-
-
-def _bytes_of_all_slots(config: Any, dtype: str, slots: int, max_tokens: int) -> int:
-    """KV cache in which no session ever has to wait, with room for probes."""
-    width = getattr(torch, dtype).itemsize
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * width
-    blocks = (slots + PROBES) * (-(-(max_tokens + 1) // CPU_BLOCK_TOKENS) + 1) + 1
-    return int(blocks * CPU_BLOCK_TOKENS * token)

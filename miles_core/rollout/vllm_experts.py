@@ -103,6 +103,10 @@ class ExpertBook:
         """A session has begun."""
         self._sessions[request_id] = _Session(np.zeros((0, 0, 0), np.uint8))
 
+    def move(self, before: str, after: str) -> None:
+        """Its request has another id."""
+        self._sessions[after] = self._sessions.pop(before)
+
     def close(self, request_id: str) -> None:
         """It has ended."""
         del self._sessions[request_id]

@@ -61,10 +61,10 @@ _made: dict[tuple[Kind, str], Any] = {}
 
 
 def _vllm_engine(folder: Path, kind: Kind, end_id: int, dtype: str) -> Engine:
-    from miles_core.rollout import vllm_engine
+    from miles_core.rollout import vllm_start
     from miles_core.rollout.vllm_engine import VllmEngine
 
-    vllm_engine.CPU_STEP_TOKENS = 0  # so that few prompts fit into a step
+    vllm_start.CPU_STEP_TOKENS = 0  # so that few prompts fit into a step
     if (kind, dtype) not in _made:
         _made[kind, dtype] = VllmEngine(
             save_tiny_model(folder / f"{kind}-{dtype}", kind, **_shape(kind)), dtype=dtype, weights_dtype="float32",

@@ -20,6 +20,7 @@ import torch
 
 from miles_core.errors import MilesError, RecipeError
 from miles_core.recipe import VllmSpec
+from miles_core.records import Version
 from miles_core.rollout.router import FIRST_MEND_S, RoutedEngine
 from miles_core.rollout.vllm_engine import VllmEngine
 from miles_core.rollout.vllm_worker import files_of_memory
@@ -124,6 +125,53 @@ def test_a_session_that_loses_its_blocks_is_read_again_with_the_weights_of_now_a
     ((_, turn),) = play.turns[key]
     assert len(before) > 25 and np.array_equal(turn.experts[: len(before)], before) and set(turn.versions) == {V0, V1}
     assert len(turn.experts) == len(play.asked[key]) + len(turn.tokens) - 1
+
+
+def test_sessions_that_hold_all_blocks_while_they_wait_give_them_to_turns_and_probes(tmp_path: Path) -> None:
+    """Three sessions fill the cache. All go on at once and none has room; one alone needs what two that rest hold; a probe
+    finds no free block, beside turns that are sampled."""
+    kind: Kind = "qwen3_moe"
+    bytes_of_block = 32 * 2 * 2 * 2 * 32 * 4
+    engine = engine_of(save_model(tmp_path, kind), spec=VllmSpec(kv_cache_gib=7.5 * bytes_of_block / 2**30), end_id=-1)
+    play, rng, until = Play(engine), np.random.default_rng(8), time.monotonic() + WAIT_S
+    pool = engine._core.engine_core.scheduler.kv_cache_manager.block_pool
+
+    def turns(keys: str, low: int, limit: int) -> None:
+        for key in keys:
+            play.ask(key, prompt(rng, low, low + 1), limit)
+        while engine.running:
+            assert time.monotonic() < until, "nothing moves"
+            list(play.step())
+
+    turns("abc", 60, 4)
+    assert pool.get_num_free_blocks() < 2
+    turns("abc", 4, 10)
+    turns("b", 5, 8)
+    for key in "abc":
+        play.ask(key, prompt(rng, 2, 3), 4)
+        list(play.step())
+    probed = list(prompt(rng, 40, 41))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model_of(kind, 0)(torch.tensor([probed])).logits[0].float(), dim=-1)
+    wanted = [float(logprobs[at, token]) for at, token in enumerate(probed[1:])]
+    assert np.abs(engine.logprobs([probed])[0] - wanted).max() < EXACT
+    while engine.running:
+        assert time.monotonic() < until, "nothing moves"
+        list(play.step())
+    assert {key: len(found) for key, found in play.turns.items()} == {"a": 3, "b": 4, "c": 3}
+    play.check({V0: model_of(kind, 0)})
+    check_logprobs(play, {V0: model_of(kind, 0)})
+
+
+def check_logprobs(play: Play, models: dict[Version, torch.nn.Module]) -> None:
+    """As `History.worst`."""
+    history = History(play.engine)
+    for key, turns in play.turns.items():
+        history.tokens[key], history.temperature[key] = [], 1.0
+        for asked, turn in turns:
+            history.tokens[key] += asked
+            history.take(turn)
+    assert history.worst(models) < EXACT
 
 
 def test_prompts_that_are_read_in_parts_while_weights_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +300,7 @@ def test_guesses_of_a_draft_model_over_turns_that_are_cut_and_an_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy, which vLLM checks rightly on a CPU; the draft is the policy as it was."""
-    monkeypatch.setattr("miles_core.rollout.vllm_engine.check_kernels", lambda *given: None)
+    monkeypatch.setattr("miles_core.rollout.vllm_start.check_kernels", lambda *given: None)
     folder = save_model(tmp_path, "qwen3_moe")
     engine = engine_of(folder, spec=VllmSpec.model_validate({"draft": {"model": str(folder)}}), end_id=-1)
     history, models, rng = (
@@ -273,7 +321,7 @@ def test_a_turn_that_ends_inside_a_guess(tmp_path: Path, monkeypatch: pytest.Mon
     """Guesses behind the end are no part of the session. Greedy, which vLLM checks rightly on a CPU; all guesses are right. The
     last test here: a process that has guessed once starts no other engine on a CPU (vLLM stumbles over numba then)."""
     kind: Kind = "qwen3_moe"
-    monkeypatch.setattr("miles_core.rollout.vllm_engine.check_kernels", lambda *given: None)
+    monkeypatch.setattr("miles_core.rollout.vllm_start.check_kernels", lambda *given: None)
     model = model_of(kind, 0)
 
     @torch.no_grad()
