@@ -152,9 +152,9 @@ def ensure_run(recipe: Recipe, profile: ClusterProfile, run_id: str, base_model:
     Raises RunDirectoryError, and RecipeError for a model that a pool's engine cannot serve.
     """
     paths = RunPaths(run_root(profile, run_id))
-    _check_models(recipe, base_model)
     try:
         if not paths.run_file.exists():
+            _check_models(recipe, base_model)
             _make_run(paths, recipe, profile, run_id, base_model)
     except OSError as error:
         raise RunDirectoryError(

@@ -29,8 +29,8 @@ class NgramSpec(Closed):
 class DraftSpec(Closed):
     """Speculation with a draft model. It is never trained: the more the policy learns, the less of its guesses is kept."""
 
-    model: str = Field(min_length=1)
-    """A model folder that the nodes see, with the policy's tokenizer."""
+    model: str = Field(pattern="^/")
+    """A model folder that the nodes see, with the policy's tokenizer; its path from the root."""
     tokens: int = Field(default=3, ge=1)
     """As of `ngram`."""
 

@@ -10,13 +10,13 @@ from miles_core.recipe import VllmSpec
 
 CPU_EXPERT_WIDTH = 32
 """vLLM's kernel for CPUs pads experts of other widths, and its reload does not."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Where families say how many experts a layer has."""
 
 
 def experts_of(config: Mapping[str, Any]) -> str | None:
     """How a mixture says how many experts a layer has, `name=count`; None for a dense model."""
-    return next((f"{name}={config[name]}" for name in _EXPERTS if config.get(name)), None)
+    return next((f"{name}={count}" for name in _EXPERTS if isinstance(count := config.get(name), int) and count > 1), None)
 
 
 def check_mixture(config: Mapping[str, Any], *, replay: bool, freeze: bool) -> None:
@@ -66,9 +66,11 @@ def check_kernels(config: Any, spec: VllmSpec) -> None:
             f"model: vLLM on a CPU computes attention heads of {', '.join(map(str, sizes))}, this model has head_dim="
             f"{head_size(config)}; set engine: torch"
         )
+    if experts_of(config.to_dict()) is None:
+        return
     name = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
     width = getattr(config, name)
-    if experts_of(config.to_dict()) is not None and width % (CPU_EXPERT_WIDTH * spec.tensor_parallel):
+    if width % (CPU_EXPERT_WIDTH * spec.tensor_parallel):
         raise RecipeError(
             f"model: vLLM on a CPU exchanges experts of a width that {CPU_EXPERT_WIDTH} x tensor_parallel="
             f"{spec.tensor_parallel} divides, this model has {name}={width}; set engine: torch"

@@ -16,6 +16,7 @@ from cluster.profile import ClusterProfile
 from flows.doctor import examine
 from miles_core.errors import RecipeError
 from miles_core.recipe import Recipe, RolloutPool, load_recipe
+from miles_core.rollout.model_limits import experts_of
 from miles_core.run import RunConfig
 from tasks.prepare import ensure_run
 from tests.protocol.learner_run import make_run
@@ -97,6 +98,8 @@ def test_settings_of_vllm_need_vllm_and_a_range() -> None:
         RolloutPool.model_validate({"vllm": {}})
     with pytest.raises(ValidationError, match="match_min=5 is over match_max=4"):
         RolloutPool.model_validate({"engine": "vllm", "vllm": {"ngram": {"match_min": 5}}})
+    with pytest.raises(ValidationError, match=r"draft\.model\n +String should match pattern '\^/'"):
+        RolloutPool.model_validate({"engine": "vllm", "vllm": {"draft": {"model": "small"}}})
     with pytest.raises(ValidationError, match="ngram and draft, and guesses come from one of them"):
         RolloutPool.model_validate({"engine": "vllm", "vllm": {"ngram": {}, "draft": {"model": "/models/small"}}})
 
@@ -109,6 +112,20 @@ def test_a_mixture_whose_routing_nobody_can_replay_is_refused_before_anything_is
     ):
         ensure_run(recipe(), made, "one", tmp_path)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"num_experts": 128}, "num_experts=128"),
+        ({"moe_num_experts": 64}, "moe_num_experts=64"),
+        ({"num_experts": 1}, None),
+        ({"num_local_experts": None}, None),
+        ({}, None),
+    ],
+)
+def test_what_is_a_mixture(config: dict[str, Any], found: str | None) -> None:
+    assert experts_of(config) == found
 
 
 def test_a_draft_model_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
