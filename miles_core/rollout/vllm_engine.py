@@ -427,7 +427,8 @@ class VllmEngine:
             empty_steps = 0 if outputs or self._core.engine_core.scheduler.running else empty_steps + 1
             if empty_steps > GIVE_UP_STEPS:
                 raise MilesError(
-                    f"vLLM does not read a probe of {max(map(len, token_lists.values()))} tokens: its KV cache is full"
+                    f"vLLM does not read a probe of {max(map(len, token_lists.values()))} tokens: its KV cache is full; give "
+                    f"it more (rollout.pools.vllm.kv_cache_gib or memory_fraction)"
                 )
             for output in outputs:
                 left -= 1
