@@ -54,10 +54,8 @@ class _Session:
 
     request_id: str
     salt: str
-    total: int = 0
-    """Tokens, all turns."""
     limit: int = 0
-    """Total at which the turn is cut."""
+    """Tokens at which the turn is cut."""
     first: int = 0
     """Position of the first whose experts this turn tells."""
     newest: int | None = None
@@ -160,7 +158,7 @@ class VllmEngine:
             raise ValueError(f"session {request.session_key}: all {self._slots} slots are taken; release one first")
         if session is not None and session.running:
             raise ValueError(f"session {request.session_key}: its turn is still being sampled")
-        used = 0 if session is None else session.total
+        used = 0 if session is None else len(session.history)
         start = used + len(request.tokens)
         if not request.tokens or request.max_new_tokens < 1 or start >= self._max_tokens:
             raise ValueError(
@@ -168,7 +166,7 @@ class VllmEngine:
                 f"{request.max_new_tokens}; a context has {self._max_tokens} tokens"
             )
         session = self._take(request.session_key) if session is None else session
-        session.total, session.limit = start, min(start + request.max_new_tokens, self._max_tokens)
+        session.limit = min(start + request.max_new_tokens, self._max_tokens)
         session.running, session.tokens, session.logprobs, session.versions = True, [], [], []
         session.first = 0 if session.newest is None else used - 1
         seed = xxhash.xxh3_64_intdigest(f"{request.seed}/{start}".encode()) >> 1
@@ -297,8 +295,7 @@ class VllmEngine:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _num_tokens(self, request_id: str) -> int:
-        session = self._sessions[self._key_of[request_id]]
-        return session.total + (len(session.tokens) if session.running else 0)
+        return len(self._sessions[self._key_of[request_id]].history)
 
     def _blocks_of(self, request_id: str, first: int, last: int) -> list[int]:
         """Numbers of the session's KV blocks [first, last)."""
@@ -324,7 +321,6 @@ class VllmEngine:
     def _finish(self, session_key: str) -> Finished:
         session = self._sessions[session_key]
         session.running = False
-        session.total += len(session.tokens)
         session.newest, session.since = session.tokens[-1], self._tick()
         # vLLM counts guesses behind the end token as read, and would then not forget the newest token, which is fed again.
         request = self._core.engine_core.scheduler.requests[session.request_id]
@@ -335,7 +331,7 @@ class VllmEngine:
         """What the session's newest turn has sampled; `broken` where it had not ended."""
         session = self._sessions[session_key]
         # The newest token was not fed yet; before the first one is sampled nothing is sure to have been read.
-        end = self._num_tokens(session.request_id) - 1 if session.tokens else session.first
+        end = len(session.history) - 1 if session.tokens else session.first
         return Finished(
             session_key=session_key,
             tokens=np.array(session.tokens, dtype=np.int32),

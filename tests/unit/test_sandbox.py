@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from miles_core.environments.sandbox import Limits, Sandbox, sweep
-from miles_core.environments.sandbox_kind import sandbox_kind
+from miles_core.environments.sandbox_kind import INSIDE, sandbox_kind
 from tests.unit.sandbox_world import (
     DEEP,
     MARK,
@@ -49,8 +49,8 @@ def server() -> Iterator[socket.socket]:
 
 def test_commands_read_and_write_the_directory_and_nothing_of_the_shell_stays(box: Sandbox) -> None:
     assert run(box, "grep -l kiwi *").output == "a.txt\n" or "a.txt" in run(box, "grep -l kiwi *").output
-    assert run(box, "x=1; cd deep; echo new > c.txt; pwd").output == "/work/deep\n"
-    assert run(box, 'echo "[$x]"; pwd; cat deep/c.txt').output == "[]\n/work\nnew\n"
+    assert run(box, "x=1; cd deep; echo new > c.txt; pwd").output == f"{INSIDE}/deep\n"
+    assert run(box, 'echo "[$x]"; pwd; cat deep/c.txt').output == f"[]\n{INSIDE}\nnew\n"
     assert box.files() == {"a.txt": b"kiwi\nplum\n", "deep/er/b.txt": b"fig\n", "deep/c.txt": b"new\n"}
 
 
@@ -126,7 +126,7 @@ def test_no_abstract_socket_of_the_host(box: Sandbox) -> None:
 @pytest.mark.parametrize(
     "target",
     ["/x", "/usr/x", "/usr/bin/ls", "/bin/x", "/lib/x", "/etc/x", "/dev/x", "/dev/shm/x", "/proc/sys/kernel/hostname",
-     "/work/../x", "/proc/sysrq-trigger", "/proc/1/oom_score_adj", "/sys/x", "/run/x", "/var/x", "/home/x", "/root/x"],
+     f"{INSIDE}/../x", "/proc/sysrq-trigger", "/proc/1/oom_score_adj", "/sys/x", "/run/x", "/var/x", "/home/x", "/root/x"],
 )  # fmt: skip
 def test_nothing_outside_can_be_written(box: Sandbox, target: str) -> None:
     before = Path("/usr/bin/ls").stat()
