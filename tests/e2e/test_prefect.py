@@ -62,15 +62,19 @@ class Site:
         return self.flow_run(flow_run_id)
 
     def ask(self, path: str, query: dict[str, Any] | None) -> Any:
-        """GET, or POST with a query; again while the server's database is busy, as Prefect's own client does."""
+        """GET, or POST with a query; again while the server's database is busy or it does not answer on a loaded machine, as
+        Prefect's own client does."""
         method, url = "GET" if query is None else "POST", f"{self.env['PREFECT_API_URL']}/{path}"
         answers: list[httpx.Response] = []
 
         def is_answered() -> bool:
-            answers.append(httpx.request(method, url, json=query, timeout=30))
+            try:
+                answers.append(httpx.request(method, url, json=query, timeout=30))
+            except httpx.TimeoutException:
+                return False
             return answers[-1].status_code != 503
 
-        wait_for(f"an answer of {url}", is_answered, 60)
+        wait_for(f"an answer of {url}", is_answered, 120)
         answers[-1].raise_for_status()
         return answers[-1].json()
 
